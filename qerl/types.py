@@ -1,0 +1,108 @@
+"""The data that flows through a training step: shapes, no behaviour.
+
+Shape letters used in the whole package: P problems a step, G generations a problem, T tokens of a packed
+microbatch, C completion tokens of it (the ones that are scored), V vocabulary, H hidden size, N x K a weight matrix.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+Message = dict[str, str]
+"""{"role": ..., "content": ...}, as chat templates take it."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One row of a task."""
+
+    id: str
+    """Stable across runs and machines: a hash of the text, or the row number of the data set."""
+    prompt: str | list[Message]
+    answer: str | None
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Every other data column, handed to reward functions by name."""
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt and the seeds of its samples."""
+
+    problem_id: str
+    prompt_ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+    """One 63-bit seed a sample; `len(seeds)` completions are generated."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. `temperature` 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
+
+    temperature: float
+    max_completion_length: int
+    eos_token_ids: tuple[int, ...]
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True)
+class NoiseDraw:
+    """One draw of adaptive quantization noise: everything that determines it."""
+
+    sigma: float
+    seed: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled completion, in tokens. What was sampled is what is trained on."""
+
+    problem_id: str
+    sample_index: int
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    """Includes the end-of-sequence token when one was sampled."""
+    logprobs: tuple[float, ...]
+    """Log-probability of each completion token under the distribution it was really drawn from."""
+    loss_mask: tuple[bool, ...]
+    """False where a token was not sampled by the policy (tool output, later); such tokens are not trained on."""
+    finish_reason: Literal["stop", "length"]
+    version: int
+    """Number of optimizer steps in the weights that sampled it."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Sequences laid end to end, without padding, and what the loss needs of each scored token."""
+
+    token_ids: Tensor
+    """[T] int64"""
+    position_ids: Tensor
+    """[T] int64, restarting at 0 for each sequence"""
+    sequence_lengths: tuple[int, ...]
+    """Prompt + completion tokens of each sequence; sums to T."""
+    score_index: Tensor
+    """[C] int64 into T: the position whose hidden state predicts the scored token."""
+    target_ids: Tensor
+    """[C] int64, the scored tokens"""
+    sequence_index: Tensor
+    """[C] int64, which of this microbatch's sequences a scored token belongs to"""
+    rollout_logprobs: Tensor
+    """[C] float32, behaviour log-probabilities"""
+    advantages: Tensor
+    """[C] float32, the sequence's advantage at each of its tokens"""
+    token_weights: Tensor
+    """[C] float32: what one token's loss counts in the batch mean, 0 where the loss mask is False.
+    Counted over the whole batch before it is cut, so the gradient does not depend on the cut."""
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """A microbatch's share of the batch loss, and sums from which the batch metrics are made."""
+
+    loss: Tensor
+    sums: dict[str, Tensor]
+    maxima: dict[str, Tensor]
