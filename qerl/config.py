@@ -1,6 +1,6 @@
 """The configuration: frozen, typed, every field documented where it stands. Imports no torch.
 
-A field is addressed as `section.leaf` or, since every leaf is unique, as `leaf` alone: `--noise.sigma-start 0.01`
+A field is addressed as `section.leaf` or, where the leaf is unique, as `leaf` alone: `--noise.sigma-start 0.01`
 and `--sigma_start 0.01` are the same. Precedence: defaults < preset < `--config FILE` < flags (see `cli.py`).
 """
 
@@ -115,7 +115,7 @@ class CorrectionConfig(Section):
     """Truncation bound C."""
 
 
-class OptimConfig(Section):
+class TrainConfig(Section):
     """The optimizer and the length of the run."""
 
     max_steps: Positive | None = None
@@ -144,7 +144,7 @@ class OptimConfig(Section):
     """Recompute each layer in backward instead of keeping its activations. Default: on for CUDA, off on the CPU."""
 
 
-class LoraSection(Section):
+class LoraConfig(Section):
     """The trained adapter."""
 
     lora_r: Positive = 32
@@ -226,7 +226,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     algo: AlgoConfig = AlgoConfig()
     correction: CorrectionConfig = CorrectionConfig()
-    optim: OptimConfig = OptimConfig()
-    lora: LoraSection = LoraSection()
+    train: TrainConfig = TrainConfig()
+    lora: LoraConfig = LoraConfig()
     noise: NoiseConfig = NoiseConfig()
     log: LogConfig = LogConfig()
