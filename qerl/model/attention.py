@@ -1,0 +1,104 @@
+"""Causal attention for packed sequences and for decoding, behind transformers' attention interface.
+
+Packed: [1, heads, T, head_dim] holds sequences end to end. They are laid out as right-padded rows [B, L], where plain
+causal attention is exact: a real token never sees a pad, which stands to its right, and what pads compute is dropped.
+Decoding: one new token a row against that row's cache, with an explicit [B, 1, 1, L] mask.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+ATTENTION_NAME = "qerl_packed"
+"""Name under which the function is registered; transformers builds no mask for names it does not know."""
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where each packed token sits among right-padded rows."""
+
+    to_rows: Tensor
+    """[B * L] int64: packed index at each padded place; pads point at token 0."""
+    to_packed: Tensor
+    """[T] int64: padded place of each packed token."""
+    num_rows: int
+    row_length: int
+
+    @staticmethod
+    def of(lengths: tuple[int, ...], device: torch.device) -> "PackedLayout":
+        """Layout of sequences of these lengths."""
+        row_length = max(lengths)
+        length = torch.tensor(lengths)
+        places = torch.arange(row_length)
+        is_token = places < length[:, None]
+        starts = length.cumsum(0) - length
+        to_rows = torch.where(is_token, starts[:, None] + places, 0).flatten()
+        return PackedLayout(
+            to_rows=to_rows.to(device),
+            to_packed=is_token.flatten().nonzero()[:, 0].to(device),
+            num_rows=len(lengths),
+            row_length=row_length,
+        )
+
+
+class _Gather(torch.autograd.Function):
+    """x[index], whose gradient is a gather with the inverse index: pads carry no gradient either way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(index, inverse)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        index, inverse = ctx.saved_tensors
+        return _Gather.apply(grad, inverse, index), None, None
+
+
+def to_rows(x: Tensor, layout: PackedLayout) -> Tensor:
+    """[T, heads, D] -> [B, heads, L, D]."""
+    padded = _Gather.apply(x, layout.to_rows, layout.to_packed)
+    return padded.view(layout.num_rows, layout.row_length, *x.shape[1:]).transpose(1, 2)
+
+
+def _to_packed(x: Tensor, layout: PackedLayout) -> Tensor:
+    """[B, heads, L, D] -> [T, heads, D]."""
+    flat = x.transpose(1, 2).reshape(layout.num_rows * layout.row_length, x.shape[1], x.shape[3])
+    return _Gather.apply(flat, layout.to_packed, layout.to_rows)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    layout: PackedLayout | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface; q [B, Hq, Lq, D], k and v [B, Hkv, Lk, D] -> ([B, Lq, Hq, D], None)."""
+    if layout is not None:
+        query, key, value = (to_rows(t[0].transpose(0, 1), layout) for t in (query, key, value))
+    output = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        is_causal=layout is not None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    if layout is not None:
+        return _to_packed(output, layout)[None], None
+    return output.transpose(1, 2).contiguous(), None
+
+
+def register() -> str:
+    """Make the function known to transformers and return its name."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attention)
+    return ATTENTION_NAME

@@ -1,0 +1,177 @@
+"""The policy: a transformers decoder over the packed base, with a PEFT LoRA adapter as its only trained part.
+
+Built on the meta device, so that no dense weight ever exists: linears become views of the fused packed matrices, norms
+take the base's fp32 weights, embeddings and head ARE the base's tensors. transformers keeps the architecture, PEFT the
+adapter's masters and file format, we the arithmetic in between.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel, get_peft_model, set_peft_model_state_dict
+from peft.utils import load_peft_weights
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from qerl.algo.noise import draw_noise
+from qerl.config import LoraConfig
+from qerl.errors import UserError
+from qerl.model.attention import PackedLayout, register
+from qerl.model.frozen_linear import FrozenLinear, LoraLinear
+from qerl.model.logprobs import chunked_logprobs
+from qerl.model.norm import RMSNorm
+from qerl.quant.base_weights import BaseWeights
+from qerl.seeding import derive_seed
+from qerl.types import Microbatch, NoiseDraw
+
+ADAPTER = "default"
+
+
+def build_decoder(base: BaseWeights) -> nn.Module:
+    """transformers' causal model over the base's tensors: frozen linears, fp32 norms, shared embeddings and head.
+
+    Raises ValueError if a parameter or buffer is left on the meta device.
+    """
+    config = base.config
+    device, dtype = base.tensors["model.embed_tokens.weight"].device, base.tensors["model.embed_tokens.weight"].dtype
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register())
+    for name, module in list(model.named_modules()):
+        parent, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            setattr(owner, leaf, FrozenLinear(base.packed(name), base.tensors.get(f"{name}.bias")))
+        elif hasattr(module, "variance_epsilon"):
+            setattr(owner, leaf, RMSNorm(base.tensors[f"{name}.weight"], module.variance_epsilon))
+    embedding = nn.Parameter(base.tensors["model.embed_tokens.weight"], requires_grad=False)
+    model.model.embed_tokens.weight = embedding
+    head = base.tensors.get("lm_head.weight")
+    model.lm_head.weight = embedding if head is None else nn.Parameter(head, requires_grad=False)
+    # A module built on meta has no rotary tables; they are not weights, so they are computed again.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
+    left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    if left:
+        raise ValueError(f"left on the meta device: {', '.join(left)}")
+    return model
+
+
+def _peft_config(config: LoraConfig, model_name: str) -> PeftLoraConfig:
+    targets = config.lora_target_modules
+    peft_config = PeftLoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        use_rslora=config.use_rslora,
+        target_modules="all-linear" if targets == ("all-linear",) else list(targets),
+        base_model_name_or_path=model_name,
+        task_type="CAUSAL_LM",
+    )
+    peft_config._register_custom_module({FrozenLinear: LoraLinear})
+    return peft_config
+
+
+class Policy:
+    """The model that is trained. State: the adapter's parameters; everything else is the base's."""
+
+    def __init__(self, base: BaseWeights, lora: LoraConfig, *, model_name: str, seed: int):
+        self.base = base
+        self.causal_model = build_decoder(base)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed("adapter", seed))
+            try:
+                self.peft_model: PeftModel = get_peft_model(self.causal_model, _peft_config(lora, model_name))
+            except ValueError as error:
+                raise UserError(f"lora_target_modules={','.join(lora.lora_target_modules)}: {error}") from error
+        self.peft_model.train()
+        self.decoder = self.causal_model.model
+        self.head: Tensor = self.causal_model.lm_head.weight
+        self.device, self.dtype = self.head.device, self.head.dtype
+        self.noise_modules = self._find_noise_modules()
+        if lora.init_adapter is not None:
+            self.load_adapter(Path(lora.init_adapter))
+
+    def _find_noise_modules(self) -> dict[str, RMSNorm]:
+        names = [
+            f"model.layers.{layer}.{norm}"
+            for layer in range(self.base.config.num_hidden_layers)
+            for norm in self.base.family.noise_norms
+        ]
+        return {name: self.causal_model.get_submodule(name) for name in names}
+
+    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Adapter matrices by name, fp32, in a fixed order."""
+        found = sorted((n, p) for n, p in self.peft_model.named_parameters() if p.requires_grad)
+        if not found:
+            raise ValueError("the adapter has no trainable parameter")
+        return found
+
+    def logprobs(self, batch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """[C] log-probabilities of the scored tokens, differentiable in the adapter, and [C] entropies."""
+        layout = PackedLayout.of(batch.sequence_lengths, self.device)
+        hidden = self.decoder(
+            input_ids=batch.token_ids[None],
+            position_ids=batch.position_ids[None],
+            use_cache=False,
+            layout=layout,
+        ).last_hidden_state[0]
+        return chunked_logprobs(hidden[batch.score_index], self.head, batch.target_ids, temperature)
+
+    def enable_recomputation(self) -> None:
+        """Keep only each layer's input in forward and recompute the rest in backward."""
+        self.causal_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    @contextmanager
+    def noise(self, draw: NoiseDraw | None) -> Iterator[None]:
+        """Noise on the block norms inside the context; the clean weights come back bit for bit."""
+        if draw is None:
+            yield
+            return
+        clean = {name: module.weight.detach().clone() for name, module in self.noise_modules.items()}
+        try:
+            for name, module in self.noise_modules.items():
+                module.weight.data.add_(draw_noise(draw, name, module.weight.shape).to(self.device))
+            yield
+        finally:
+            for name, module in self.noise_modules.items():
+                module.weight.data.copy_(clean[name])
+
+    @contextmanager
+    def expanded(self) -> Iterator[None]:
+        """Hold every matrix expanded, for phases that use it many times; inference only."""
+        linears = [m for m in self.causal_model.modules() if isinstance(m, FrozenLinear)]
+        try:
+            for linear in linears:
+                linear.expanded = linear.packed.expand(self.dtype)
+            yield
+        finally:
+            for linear in linears:
+                linear.expanded = None
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write adapter_model.safetensors and adapter_config.json, loadable by PeftModel.from_pretrained."""
+        self.peft_model.save_pretrained(folder, safe_serialization=True)
+        (folder / "README.md").unlink(missing_ok=True)
+
+    def load_adapter(self, folder: Path) -> None:
+        """Copy a saved adapter into this one. Raises UserError when shapes, rank or targets differ."""
+        try:
+            saved = PeftLoraConfig.from_pretrained(str(folder))
+            weights = load_peft_weights(str(folder), device="cpu")
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder}: not a PEFT adapter ({error})") from error
+        own = self.peft_model.peft_config[ADAPTER]
+        for field in ("r", "lora_alpha", "use_rslora"):
+            if getattr(saved, field) != getattr(own, field):
+                raise UserError(
+                    f"{folder}: its {field} is {getattr(saved, field)}, the run's is {getattr(own, field)}; make them equal"
+                )
+        try:
+            outcome = set_peft_model_state_dict(self.peft_model, weights, adapter_name=ADAPTER)
+        except RuntimeError as error:
+            raise UserError(f"{folder}: its matrices do not fit this model: {error}") from error
+        missing = [key for key in outcome.missing_keys if "lora_" in key]
+        if missing or outcome.unexpected_keys:
+            unexpected = list(outcome.unexpected_keys)
+            raise UserError(f"{folder}: other target modules: missing {missing[:2]}, unexpected {unexpected[:2]}")
