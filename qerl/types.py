@@ -104,5 +104,6 @@ class LossOutput:
     """A microbatch's share of the batch loss, and sums from which the batch metrics are made."""
 
     loss: Tensor
-    sums: dict[str, Tensor]
-    maxima: dict[str, Tensor]
+    """Scalar, with gradient"""
+    sums: dict[str, float]
+    maxima: dict[str, float]

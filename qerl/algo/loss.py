@@ -71,6 +71,7 @@ def policy_loss(
         raw_C = raw_log_ratio_C.exp()
         is_clipped_C = ratio_C * batch.advantages > clipped_C * batch.advantages
         sums = {
+            "loss": -surrogate_C * weight_C * batch.token_weights,
             "tokens": torch.ones_like(raw_C),
             "entropy": entropy_C,
             "clipped": is_clipped_C,
@@ -84,8 +85,8 @@ def policy_loss(
         maxima = {"raw": raw_C, "logp_difference": raw_log_ratio_C.abs(), "weight": weight_C}
         return LossOutput(
             loss=loss,
-            sums={name: value.double().sum() for name, value in sums.items()},
-            maxima={name: value.double().max() for name, value in maxima.items()},
+            sums={name: value.double().sum().item() for name, value in sums.items()},
+            maxima={name: value.double().max().item() for name, value in maxima.items()},
         )
 
 
@@ -97,11 +98,11 @@ def loss_metrics(outputs: Sequence[LossOutput]) -> dict[str, float]:
     """
     if not outputs:
         return {}
-    total = {key: sum(float(output.sums[key]) for output in outputs) for key in outputs[0].sums}
-    largest = {key: max(float(output.maxima[key]) for output in outputs) for key in outputs[0].maxima}
+    total = {key: sum(output.sums[key] for output in outputs) for key in outputs[0].sums}
+    largest = {key: max(output.maxima[key] for output in outputs) for key in outputs[0].maxima}
     n = total["tokens"]
     return {
-        "loss": sum(float(output.loss) for output in outputs),
+        "loss": total["loss"],
         "entropy": total["entropy"] / n,
         "clip_ratio/region_mean": total["clipped"] / n,
         "sampling/sampling_logp_difference/mean": total["logp_difference"] / n,

@@ -1,0 +1,150 @@
+"""Composition: from a config to the pieces of a run. Used by the entry points and by nothing else."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from qerl.cache import cache_root
+from qerl.config import Config
+from qerl.engine.transformers_engine import TransformersEngine
+from qerl.errors import UserError
+from qerl.model.policy import Policy
+from qerl.model.source import ModelSource
+from qerl.quant.base_weights import BaseWeights
+from qerl.tasks import Task, load_task
+from qerl.tasks.prompts import EncodedProblems, encode_problems
+from qerl.tasks.rewards import RewardSpec, resolve_rewards
+from qerl.types import Sampling
+
+
+def resolve_device(config: Config) -> torch.device:
+    """The device to run on. Raises UserError when CUDA is asked for and absent."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError(
+            "device=cuda, but torch sees no CUDA GPU; use --device cpu, or check the driver with nvidia-smi"
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def resolve_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """Compute type: bf16 on CUDA; fp32 on the CPU, where it is as fast and samples exactly what is trained."""
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.dtype]
+
+
+def load_tokenizer(source: ModelSource, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The model's tokenizer. Raises UserError naming the folder when there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        first_line = str(error).splitlines()[0]
+        raise UserError(f"{source.folder}: no tokenizer can be read there ({first_line})") from error
+
+
+def eos_token_ids(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every id that ends a completion: the generation config's and the tokenizer's. Never the pad id as such."""
+    ids: list[int] = []
+    for file in ("generation_config.json", "config.json"):
+        path = source.folder / file
+        if path.exists():
+            value = json.loads(path.read_text()).get("eos_token_id")
+            ids.extend(value if isinstance(value, list) else [] if value is None else [value])
+    if tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    if not ids:
+        raise UserError(f"{source.folder}: neither the generation config nor the tokenizer names an end token")
+    return tuple(dict.fromkeys(ids))
+
+
+@dataclass(frozen=True)
+class Data:
+    """The task in tokens."""
+
+    task: Task
+    train: EncodedProblems
+    test: EncodedProblems | None
+    """None when evaluation is off or nothing is held out."""
+    rewards: tuple[RewardSpec, ...]
+    notes: tuple[str, ...]
+
+
+def build_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> Data:
+    """Load the task and encode its prompts. Raises UserError for everything that is wrong with either."""
+    task = load_task(config.task)
+    rewards = resolve_rewards(config.reward.reward_funcs, config.reward.reward_weights, task)
+    system_prompt = config.prompt.system_prompt or task.system_prompt
+
+    def encode(problems: Sequence) -> EncodedProblems:
+        return encode_problems(
+            problems, tokenizer, config.prompt, system_prompt, config.rollout.max_prompt_length
+        )
+
+    train = encode(task.train)
+    test = encode(task.test[: config.log.eval_size]) if task.test and config.log.eval_size else None
+    if len(train.problems) < config.rollout.prompts_per_step:
+        raise UserError(
+            f"{len(train.problems)} training problems are fewer than prompts_per_step="
+            f"{config.rollout.prompts_per_step}; lower it or give more data"
+        )
+    return Data(task, train, test, rewards, tuple(dict.fromkeys((*task.notes, *train.notes))))
+
+
+def build_policy(
+    config: Config, source: ModelSource, device: torch.device, dtype: torch.dtype
+) -> Policy:
+    """Pack the base (or read its cache) and put the adapter on it."""
+    base = BaseWeights.load(
+        source.folder,
+        format=config.quant,
+        rounding=config.rounding,
+        dtype=dtype,
+        device=device,
+        cache_dir=cache_root(),
+    )
+    longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
+    _check_lengths(base, longest)
+    policy = Policy(base, config.lora, model_name=source.name, seed=config.seed)
+    recompute = config.train.gradient_checkpointing
+    if recompute or (recompute is None and device.type == "cuda"):
+        policy.enable_recomputation()
+    return policy
+
+
+def _check_lengths(base: BaseWeights, longest: int) -> None:
+    window = base.config.sliding_window if "sliding_attention" in (base.config.layer_types or []) else None
+    limit = min(base.config.max_position_embeddings, window or longest)
+    if longest > limit:
+        raise UserError(
+            f"max_prompt_length + max_completion_length = {longest} is more than the model's "
+            f"{'sliding window' if window and window == limit else 'context'} of {limit} tokens; lower one of them"
+        )
+
+
+def build_engine(config: Config, policy: Policy) -> TransformersEngine:
+    """The engine that the config names."""
+    return TransformersEngine(policy, config.rollout.max_batch_size)
+
+
+def build_sampling(config: Config, eos: tuple[int, ...]) -> Sampling:
+    """How training and evaluation sample."""
+    return Sampling(
+        temperature=config.rollout.temperature,
+        max_completion_length=config.rollout.max_completion_length,
+        eos_token_ids=eos,
+    )
+
+
+def run_dir_of(config: Config) -> Path:
+    """The run folder: as given, or named after what the run is."""
+    if config.run_dir is not None:
+        return Path(config.run_dir)
+    model = config.model.rstrip("/").rpartition("/")[2].replace(":", "-")
+    task = (config.task.name or "dataset").replace("/", "-")
+    return Path("runs") / f"{model}-{task}-{config.quant}-seed{config.seed}".lower()
