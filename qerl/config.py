@@ -4,19 +4,31 @@ A field is addressed as `section.leaf` or, where the leaf is unique, as `leaf` a
 and `--sigma_start 0.01` are the same. Precedence: defaults < preset < `--config FILE` < flags (see `cli.py`).
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _aliases(**names: str) -> BeforeValidator:
+    """Accept other names of a choice; `True` and `False` are looked up as "true" and "false"."""
+
+    def replace(value: Any) -> Any:
+        return names.get(str(value).lower(), value) if isinstance(value, str | bool) else value
+
+    return BeforeValidator(replace)
 
 
 class Section(BaseModel):
     """A group of settings; unknown keys are errors, values cannot change after parsing."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class TaskConfig(Section):
@@ -53,7 +65,7 @@ class PromptConfig(Section):
 
     system_prompt: str | None = None
     """System message put before each conversation. Default: the task's own, if any."""
-    prompt_template: str = "{prompt}"
+    prompt_template: Annotated[str, Field(pattern=r"\{prompt\}")] = "{prompt}"
     """Text around a string prompt; {prompt} stands for it."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template; "none" sends string prompts as they are."""
@@ -72,6 +84,16 @@ class RewardConfig(Section):
     """Seconds a call may take before its worker process is killed and replaced."""
     reward_workers: Positive = 2
     """Worker processes that run reward functions."""
+
+    @model_validator(mode="after")
+    def _one_weight_a_function(self) -> Self:
+        count = max(len(self.reward_funcs), 1)
+        if self.reward_weights and len(self.reward_weights) != count:
+            raise ValueError(
+                f"reward.reward_weights has {len(self.reward_weights)} values for {count} reward "
+                "function(s): give one each"
+            )
+        return self
 
 
 class RolloutConfig(Section):
@@ -96,9 +118,11 @@ class AlgoConfig(Section):
 
     loss_type: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
     """How token losses are averaged: within then across sequences, over all tokens, or by a constant length."""
-    scale_rewards: Literal["group", "batch", "none"] = "group"
+    scale_rewards: Annotated[
+        Literal["group", "batch", "none"], _aliases(true="group", false="none")
+    ] = "group"
     """Standard deviation that advantages are divided by: the group's (GRPO), the batch's, or none (Dr.GRPO)."""
-    epsilon: Annotated[float, Field(gt=0)] = 0.2
+    epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Lower clip range of the probability ratio."""
     epsilon_high: Annotated[float, Field(gt=0)] = 0.28
     """Upper clip range (DAPO's clip-higher)."""
@@ -132,9 +156,9 @@ class TrainConfig(Section):
     """Gradients are scaled down to this global norm."""
     optim: Literal["adamw_8bit", "adamw"] = "adamw_8bit"
     """bitsandbytes AdamW with 8-bit states, or torch AdamW with fp32 states."""
-    adam_beta1: Fraction = 0.9
+    adam_beta1: Decay = 0.9
     """Decay of the gradient's running mean."""
-    adam_beta2: Fraction = 0.99
+    adam_beta2: Decay = 0.99
     """Decay of the squared gradient's running mean."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled weight decay of the adapter."""
@@ -157,6 +181,16 @@ class LoraConfig(Section):
     """Scale by alpha / sqrt(r) instead."""
     init_adapter: str | None = None
     """Folder of a PEFT LoRA adapter to start from."""
+
+    @model_validator(mode="after")
+    def _targets_agree(self) -> Self:
+        if not self.lora_target_modules:
+            raise ValueError("lora.lora_target_modules is empty: name modules, or all-linear")
+        if "all-linear" in self.lora_target_modules and len(self.lora_target_modules) > 1:
+            raise ValueError(
+                "lora.lora_target_modules names all-linear and other modules: give one or the other"
+            )
+        return self
 
 
 class NoiseConfig(Section):
@@ -192,6 +226,14 @@ class LogConfig(Section):
     report_to: Literal["none", "wandb", "tensorboard"] = "none"
     """Tracker beside the local files."""
 
+    @model_validator(mode="after")
+    def _something_to_evaluate(self) -> Self:
+        if self.eval_steps and not self.eval_size:
+            raise ValueError(
+                f"log.eval_steps is {self.eval_steps} but log.eval_size is 0: there is nothing to evaluate"
+            )
+        return self
+
 
 class Config(Section):
     """Everything that determines a run."""
@@ -202,7 +244,7 @@ class Config(Section):
     """Revision of a Hugging Face model."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
-    quant: Literal["nvfp4", "nf4", "bf16"] = "nvfp4"
+    quant: Annotated[Literal["nvfp4", "nf4", "bf16"], _aliases(qlora="nf4", lora="bf16")] = "nvfp4"
     """Format of the frozen base: nvfp4, nf4 (alias qlora: bitsandbytes, double quantization), bf16 (alias lora: as it is)."""
     rounding: Literal["nearest", "mse", "four_over_six"] = "four_over_six"
     """How weights are rounded to NVFP4 (docs/nvfp4.md)."""
@@ -210,7 +252,10 @@ class Config(Section):
     """What samples completions: transformers (on the trainer's own tensors, anywhere)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA if there is a GPU."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"],
+        _aliases(bf16="bfloat16", fp32="float32"),
+    ] = "auto"
     """Compute type. auto: bfloat16 on CUDA, float32 on the CPU."""
     seed: NonNegative = 0
     """Seed of everything random: data order, sampling, noise, adapter."""

@@ -71,11 +71,15 @@ def _byte_tokenizer():
     from transformers import PreTrainedTokenizerFast
 
     letters = _byte_letters()
-    backend = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
+    backend = Tokenizer(
+        models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     specials = ("<|pad|>", "<|im_start|>", "<|im_end|>")
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in specials])
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in specials]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=specials[0],
@@ -90,7 +94,11 @@ def _byte_tokenizer():
 
 def _byte_letters() -> list[str]:
     """The printable character that stands for each of the 256 bytes in GPT-2's byte-level alphabet."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     letters = {byte: chr(byte) for byte in printable}
     for position, byte in enumerate(byte for byte in range(256) if byte not in letters):
         letters[byte] = chr(256 + position)

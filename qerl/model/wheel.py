@@ -43,7 +43,9 @@ def require_gguf(name: str) -> Path:
         UserError: no such wheel is known, or it is not installed (the message has the pip command).
     """
     if name not in WHEELS:
-        raise UserError(f"no model is known in the PyPI package {name!r}; known: pypi:{', pypi:'.join(WHEELS)}")
+        raise UserError(
+            f"no model is known in the PyPI package {name!r}; known: pypi:{', pypi:'.join(WHEELS)}"
+        )
     wheel = WHEELS[name]
     spec = find_spec(wheel.module)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
