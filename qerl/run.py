@@ -1,10 +1,9 @@
 """A training run: everything the loop uses, built once, and what it does to its folder.
 
-`open_training_run` builds in the order of cost: settings, model files, data, plan, folder; only then weights. So bad
-input is found before anything expensive happens and before anything is written.
+`prepare` does what is cheap: settings, model files, data, plan. `open_run_of` then opens the folder and builds what is
+expensive: the packed base, the policy, the engine. So bad input is found before anything is written or computed.
 """
 
-import json
 import math
 import signal
 import time
@@ -30,16 +29,15 @@ from qerl.build import (
     resolve_dtype,
     run_dir_of,
 )
-from qerl.checkpoint import load_checkpoint, save_checkpoint
+from qerl.checkpoint import CheckpointInfo, load_checkpoint, save_checkpoint
 from qerl.config import Config
 from qerl.engine.base import Engine
 from qerl.evaluate import Evaluation
 from qerl.memory import memory_metrics
-from qerl.metrics import MetricsWriter, format_completions, progress_line, say
+from qerl.metrics import MetricsWriter, progress_line, say
 from qerl.model.policy import Policy
-from qerl.model.source import resolve_model
+from qerl.model.source import ModelSource, resolve_model
 from qerl.optim import load_optimizer_tensors, make_optimizer, optimizer_tensors
-from qerl.plan import format_plan, make_plan
 from qerl.run_folder import open_run
 from qerl.seeding import derive_seed
 from qerl.tasks.pool import RewardPool
@@ -127,14 +125,121 @@ class Run:
             save_total_limit=self.config.log.save_total_limit,
         )
 
-    def restore(self, checkpoint_info: object) -> None:
-        """Adapter and optimizer as they were."""
-        checkpoint = load_checkpoint(checkpoint_info)
+    def restore(self, info: CheckpointInfo) -> None:
+        """Put adapter and optimizer back as they were."""
+        checkpoint = load_checkpoint(info)
         self.policy.load_adapter(checkpoint.adapter_dir)
         names = [name for name, _ in self.policy.trainable_parameters()]
         load_optimizer_tensors(
             self.optimizer, names, checkpoint.optimizer_tensors, checkpoint.state["optimizer"]
         )
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What is known before anything expensive: enough to say what the run will do, and to refuse it."""
+
+    config: Config
+    source: ModelSource
+    device: torch.device
+    dtype: torch.dtype
+    tokenizer: PreTrainedTokenizerBase
+    data: Data
+    sampling: Sampling
+    num_steps: int
+    run_dir: Path
+
+
+def prepare(config: Config) -> Preparation:
+    """Resolve device, model files, tokenizer and data. Raises UserError for whatever is wrong with them."""
+    device = resolve_device(config)
+    source = resolve_model(config.model, config.revision)
+    tokenizer = load_tokenizer(source, config.trust_remote_code)
+    data = build_data(config, tokenizer)
+    return Preparation(
+        config=config,
+        source=source,
+        device=device,
+        dtype=resolve_dtype(config, device),
+        tokenizer=tokenizer,
+        data=data,
+        sampling=build_sampling(config, eos_token_ids(source, tokenizer)),
+        num_steps=num_steps_of(config, len(data.train.problems)),
+        run_dir=run_dir_of(config),
+    )
+
+
+@contextmanager
+def open_training_run(prepared: Preparation) -> Iterator[Run]:
+    """Open or continue the run's folder, build policy and engine, restore the checkpoint; close all at the end.
+
+    Ctrl-C and SIGTERM ask the loop to save and return; a second one stops at once.
+    """
+    config = prepared.config
+    state = open_run(
+        prepared.run_dir,
+        config.model_dump(mode="json"),
+        config.resume,
+        model_origin={"name": prepared.source.name, "origin": prepared.source.origin},
+    )
+    for note in state.notes:
+        say(f"note: {note}")
+    first_step = state.checkpoint.step if state.checkpoint else 0
+    with state.lock:
+        policy = build_policy(config, prepared.source, prepared.device, prepared.dtype)
+        parameters = policy.trainable_parameters()
+        writer = MetricsWriter(
+            prepared.run_dir,
+            resume_step=first_step if state.checkpoint else None,
+            report_to=config.log.report_to,
+            config=config.model_dump(mode="json"),
+        )
+        pool = RewardPool(
+            prepared.data.rewards,
+            num_workers=config.reward.reward_workers,
+            timeout_s=config.reward.reward_timeout_s,
+            log_path=prepared.run_dir / "rewards.log",
+        )
+        run = Run(
+            config=config,
+            run_dir=prepared.run_dir,
+            tokenizer=prepared.tokenizer,
+            data=prepared.data,
+            sampling=prepared.sampling,
+            policy=policy,
+            engine=build_engine(config, policy),
+            optimizer=make_optimizer(parameters, config.train),
+            pool=pool,
+            writer=writer,
+            num_steps=prepared.num_steps,
+            first_step=first_step,
+        )
+        if state.checkpoint:
+            run.restore(state.checkpoint)
+            say(f"continuing {run.run_dir} after step {first_step} of {run.num_steps}")
+        try:
+            with _stop_on_signal(run):
+                yield run
+        finally:
+            run.engine.close()
+            pool.close()
+            writer.close()
+
+
+@contextmanager
+def _stop_on_signal(run: Run) -> Iterator[None]:
+    def ask(number: int, _: FrameType | None) -> None:
+        if run.stop_requested:
+            raise KeyboardInterrupt
+        run.stop_signal = number
+        say("stopping: saving after the current phase (again to stop at once)")
+
+    previous = {number: signal.signal(number, ask) for number in EXIT_CODES}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def steps_per_epoch(num_problems: int, prompts_per_step: int) -> int:
@@ -148,3 +253,11 @@ def problems_of_step(step: int, num_problems: int, prompts_per_step: int, seed: 
     generator = torch.Generator().manual_seed(derive_seed("order", seed, epoch))
     order = torch.randperm(num_problems, generator=generator).tolist()
     return order[position * prompts_per_step : (position + 1) * prompts_per_step]
+
+
+def num_steps_of(config: Config, num_problems: int) -> int:
+    """max_steps, or num_epochs over the problems."""
+    if config.train.max_steps is not None:
+        return config.train.max_steps
+    per_epoch = steps_per_epoch(num_problems, config.rollout.prompts_per_step)
+    return math.ceil(config.train.num_epochs * per_epoch)

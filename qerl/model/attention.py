@@ -82,6 +82,8 @@ def attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface; q [B, Hq, Lq, D], k and v [B, Hkv, Lk, D] -> ([B, Lq, Hq, D], None)."""
+    if (layout is None) == (attention_mask is None):
+        raise ValueError("attention needs either a packed layout or a mask")
     if layout is not None:
         query, key, value = (to_rows(t[0].transpose(0, 1), layout) for t in (query, key, value))
     output = F.scaled_dot_product_attention(

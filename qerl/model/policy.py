@@ -5,6 +5,7 @@ take the base's fp32 weights, embeddings and head ARE the base's tensors. transf
 adapter's masters and file format, we the arithmetic in between.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,13 +31,15 @@ from qerl.types import Microbatch, NoiseDraw
 ADAPTER = "default"
 
 
-def build_decoder(base: BaseWeights) -> nn.Module:
+def build_decoder(base: BaseWeights, model_name: str) -> nn.Module:
     """transformers' causal model over the base's tensors: frozen linears, fp32 norms, shared embeddings and head.
 
     Raises ValueError if a parameter or buffer is left on the meta device.
     """
-    config = base.config
-    device, dtype = base.tensors["model.embed_tokens.weight"].device, base.tensors["model.embed_tokens.weight"].dtype
+    config = copy.deepcopy(base.config)
+    config.name_or_path = model_name
+    embedding = nn.Parameter(base.tensors["model.embed_tokens.weight"], requires_grad=False)
+    device, dtype = embedding.device, embedding.dtype
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register())
     for name, module in list(model.named_modules()):
@@ -46,7 +49,6 @@ def build_decoder(base: BaseWeights) -> nn.Module:
             setattr(owner, leaf, FrozenLinear(base.packed(name), base.tensors.get(f"{name}.bias")))
         elif hasattr(module, "variance_epsilon"):
             setattr(owner, leaf, RMSNorm(base.tensors[f"{name}.weight"], module.variance_epsilon))
-    embedding = nn.Parameter(base.tensors["model.embed_tokens.weight"], requires_grad=False)
     model.model.embed_tokens.weight = embedding
     head = base.tensors.get("lm_head.weight")
     model.lm_head.weight = embedding if head is None else nn.Parameter(head, requires_grad=False)
@@ -77,7 +79,7 @@ class Policy:
 
     def __init__(self, base: BaseWeights, lora: LoraConfig, *, model_name: str, seed: int):
         self.base = base
-        self.causal_model = build_decoder(base)
+        self.causal_model = build_decoder(base, model_name)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed("adapter", seed))
             try:

@@ -1,0 +1,38 @@
+"""Train a LoRA adapter with reinforcement learning on one GPU, or on a CPU.
+
+    python -m qerl.train --model quickstart           watch a small model learn sums, on any machine
+    python -m qerl.train --model qwen2.5-7b --task gsm8k
+    python -m qerl.train --model qwen2.5-32b --task gsm8k --dry-run
+
+This is the command; the loop itself is `qerl.loop.train`. torch is imported only after the command line has been read,
+so `--help` and mistakes answer at once.
+"""
+
+from qerl.cli import parse_config, run_main
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, plan, train; the same command again continues a run. Returns the process' exit code."""
+    config, options = parse_config(
+        argv,
+        prog="python -m qerl.train",
+        description="Train a LoRA adapter with reinforcement learning on one GPU, or on a CPU.",
+        extra_flags=("dry_run",),
+    )
+    from qerl.loop import train
+    from qerl.metrics import say
+    from qerl.run import open_training_run, prepare
+    from qerl.summary import summarize
+
+    preparation = prepare(config)
+    say(preparation.describe())
+    if options.dry_run:
+        return 0
+    with open_training_run(preparation) as run:
+        train(run)
+        summarize(run)
+        return run.exit_code
+
+
+if __name__ == "__main__":
+    run_main(main)
