@@ -1,0 +1,87 @@
+"""How much memory and disk there is and how much this process takes, in GiB.
+
+On CUDA: what torch's allocator holds for this process (reserved, which is what others cannot have), and what the driver
+says is free on the device. On the CPU, from Linux's /proc: anonymous memory (RssAnon: tensors and heap, without files
+that are only mapped and can be dropped) now, and the highest resident size so far (VmHWM, mapped files included).
+A container's limit counts like a smaller machine.
+"""
+
+import shutil
+from pathlib import Path
+
+import torch
+
+GIB = 2**30
+_KIB_PER_GIB = 2**20
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
+"""(limit, use) of the container, for version 2 and 1 of Linux's control groups."""
+
+
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """`memory/current_gib` and `memory/peak_gib` of this process on the device, since its start."""
+    return {"memory/current_gib": current_gib(device), "memory/peak_gib": peak_gib(device)}
+
+
+def current_gib(device: torch.device) -> float:
+    """What this process takes now."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device) / GIB
+    return _proc_kib("/proc/self/status", "RssAnon") / _KIB_PER_GIB
+
+
+def peak_gib(device: torch.device) -> float:
+    """The most this process has taken so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / GIB
+    return _proc_kib("/proc/self/status", "VmHWM") / _KIB_PER_GIB
+
+
+def free_gib(device: torch.device) -> float:
+    """What can still be taken on the device, by anyone."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] / GIB
+    free = _proc_kib("/proc/meminfo", "MemAvailable") / _KIB_PER_GIB
+    container = _container_bytes()
+    return free if container is None else min(free, (container[0] - container[1]) / GIB)
+
+
+def total_gib(device: torch.device) -> float:
+    """What the device has."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1] / GIB
+    total = _proc_kib("/proc/meminfo", "MemTotal") / _KIB_PER_GIB
+    container = _container_bytes()
+    return total if container is None else min(total, container[0] / GIB)
+
+
+def free_disk_gib(path: Path) -> float:
+    """Free space on the disk that holds `path`, or will hold it."""
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    return shutil.disk_usage(existing).free / GIB
+
+
+def _proc_kib(file: str, field: str) -> int:
+    for line in Path(file).read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0])
+    raise ValueError(f"{file} has no {field}")
+
+
+def _container_bytes() -> tuple[int, int] | None:
+    """(limit, use) in bytes, file cache not counted as use; None without a limit."""
+    for limit_file, use_file in _CGROUPS:
+        limit = Path(limit_file)
+        if limit.exists() and (text := limit.read_text().strip()).isdecimal():
+            use = int(Path(use_file).read_text())
+            stat = dict(
+                line.split() for line in limit.with_name("memory.stat").read_text().splitlines()
+            )
+            return int(text), use - int(stat["inactive_file"])
+    return None

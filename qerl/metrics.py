@@ -1,0 +1,295 @@
+"""What a run tells: metrics.jsonl, the completions tables, a tracker if asked for, and the text on the terminal.
+
+    metrics.jsonl            {"step": 12, "train/reward": 0.41, ...}   a line a step; evaluations have lines of their own
+    completions/STEP.parquet  prompt, completion, reward terms, reward, advantage, version, kind (train or eval), ...
+
+The local files are the record and always written; wandb and TensorBoard get the same numbers beside them. A run that
+continues at step S first drops what lies beyond S, which a killed process wrote after its last checkpoint, so no step
+appears twice. Functions here return text; `say` alone writes it to stdout.
+"""
+
+import io
+import json
+import math
+import os
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from qerl.errors import UserError
+
+METRICS = "metrics.jsonl"
+COMPLETIONS = "completions"
+WANDB_ID = "wandb_id"
+TMP_PREFIX = ".tmp-"
+PHASES = ("rollout", "reward", "update")
+COLUMN_TYPES = {
+    "problem_id": pa.string(),
+    "sample_index": pa.int64(),
+    "prompt": pa.string(),
+    "completion": pa.string(),
+    "answer": pa.string(),
+    "reward": pa.float64(),
+    "advantage": pa.float64(),
+    "num_tokens": pa.int64(),
+    "finish_reason": pa.string(),
+    "version": pa.int64(),
+    "kind": pa.string(),
+}
+"""Columns of a completions table, beside one float64 column `reward/NAME` a reward function."""
+
+
+class MetricsWriter:
+    """State: the open metrics file, the tracker, and how many values were not finite so far."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        resume_step: int | None,
+        report_to: str = "none",
+        config: dict[str, Any] | None = None,
+    ):
+        """Continue the folder's files after step `resume_step` (None: a run from the start, nothing is kept).
+
+        `config` is shown by the tracker. Raises UserError if the tracker's package is missing or refuses to start.
+        """
+        self.run_dir = Path(run_dir)
+        self.num_nonfinite = 0
+        self._tracker = _open_tracker(report_to, self.run_dir, config or {}, resume_step)
+        truncate_after(self.run_dir, -1 if resume_step is None else resume_step)
+        self._file = (self.run_dir / METRICS).open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Append a line, flushed to disk. A value that is not finite is written as null and counted in the line."""
+        bad = [key for key, value in metrics.items() if not math.isfinite(value)]
+        line: dict[str, Any] = {"step": step, **metrics, **dict.fromkeys(bad)}
+        if bad:
+            line["num_nonfinite"] = len(bad)
+            self.num_nonfinite += len(bad)
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if self._tracker is not None:
+            self._tracker.log(step, metrics)
+
+    def write_completions(self, step: int, rows: Sequence[dict[str, Any]], kind: str) -> Path:
+        """Add rows (keys: COLUMN_TYPES without kind, and reward/NAME) to the step's table; kind is train or eval."""
+        path = self.run_dir / COMPLETIONS / f"{step}.parquet"
+        path.parent.mkdir(exist_ok=True)
+        table = _completions_table([{**row, "kind": kind} for row in rows])
+        if path.exists():
+            table = pa.concat_tables([pq.read_table(path), table], promote_options="default")
+        aside = path.with_name(TMP_PREFIX + path.name)
+        pq.write_table(table, aside)
+        os.replace(aside, path)
+        return path
+
+    def close(self) -> None:
+        """Finish the tracker's run and close the file."""
+        self._file.close()
+        if self._tracker is not None:
+            self._tracker.close()
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; one that was cut short by a kill is left out. Empty if there is no file."""
+    path = Path(run_dir) / METRICS
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
+
+
+def truncate_after(run_dir: Path, step: int) -> None:
+    """Drop metrics and completions of steps later than `step`, and whatever is half written."""
+    kept = [line for line in read_metrics(run_dir) if line["step"] <= step]
+    path = Path(run_dir) / METRICS
+    aside = path.with_name(TMP_PREFIX + path.name)
+    aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    os.replace(aside, path)
+    for table in (Path(run_dir) / COMPLETIONS).glob("*.parquet"):
+        if not table.stem.isdecimal() or int(table.stem) > step:
+            table.unlink()
+
+
+class PhaseTimer:
+    """Adds up the seconds spent in named phases: `with timer("rollout"): ...`. Wall-clock of this process."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - start
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + elapsed
+
+    def metrics(self) -> dict[str, float]:
+        """`time/PHASE_s` of each phase."""
+        return {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
+
+
+def progress_line(
+    step: int, num_steps: int, metrics: dict[str, float], seconds_per_step: float
+) -> str:
+    """One line about a finished step; `metrics` without prefix, what is not among them is left out."""
+    parts = [f"step {step:>{len(str(num_steps))}}/{num_steps}"]
+    for name, key in (("reward", "reward"), ("accuracy", "accuracy"), ("entropy", "entropy")):
+        if key in metrics:
+            parts.append(f"{name} {metrics[key]:.3f}")
+    if (speed := metrics.get("throughput/rollout_tokens_per_s")) is not None:
+        parts.append(f"{speed:,.0f} tok/s")
+    phases = [(phase, metrics.get(f"time/{phase}_s")) for phase in PHASES]
+    if times := [f"{phase} {seconds:.1f}s" for phase, seconds in phases if seconds is not None]:
+        parts.append(" ".join(times))
+    if (memory := metrics.get("memory/peak_gib")) is not None:
+        parts.append(f"{memory:.2f} GiB")
+    parts.append(f"{format_duration(seconds_per_step * (num_steps - step))} left")
+    return "  ".join(parts)
+
+
+def format_duration(seconds: float) -> str:
+    """4 s -> "4s", 200 s -> "3m20s", 8000 s -> "2h13m"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def format_completions(
+    rows: Sequence[dict[str, Any]], *, width: int = 100, max_chars: int = 400
+) -> str:
+    """Rows of a completions table as a table for the terminal; long texts keep their end, where the answer is."""
+    table = Table(box=box.SIMPLE_HEAD, show_lines=True)
+    table.add_column("prompt", ratio=2, overflow="fold")
+    table.add_column("completion", ratio=3, overflow="fold")
+    table.add_column("answer", overflow="fold")
+    table.add_column("reward", justify="right")
+    for row in rows:
+        answer = "" if row.get("answer") is None else row["answer"]
+        reward = row["reward"]
+        known = reward is not None and not math.isnan(reward)
+        table.add_row(
+            *(
+                Text(_printable(text, max_chars))
+                for text in (row["prompt"], row["completion"], answer)
+            ),
+            f"{reward:.2f}" if known else "none",
+        )
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines())
+
+
+def say(text: str) -> None:
+    """Write a line to stdout now, also when stdout is a file or a pipe."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _printable(text: str, max_chars: int) -> str:
+    """What a model writes must not steer the terminal: control characters are shown as escapes."""
+    cut = text if len(text) <= max_chars else f"... {text[-max_chars:]}"
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in cut.strip())
+
+
+def _completions_table(rows: Sequence[dict[str, Any]]) -> pa.Table:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    unknown = [n for n in names if n not in COLUMN_TYPES and not n.startswith("reward/")]
+    if unknown:
+        raise ValueError(f"unknown columns in a completions table: {', '.join(unknown)}")
+    columns = {
+        name: pa.array(
+            [row.get(name) for row in rows],
+            type=COLUMN_TYPES.get(name, pa.float64()),
+            from_pandas=True,  # NaN becomes null: a completion without a reward
+        )
+        for name in names
+    }
+    return pa.table(columns)
+
+
+def _open_tracker(
+    report_to: str, run_dir: Path, config: dict[str, Any], resume_step: int | None
+) -> "_Wandb | _TensorBoard | None":
+    match report_to:
+        case "none":
+            return None
+        case "wandb":
+            return _Wandb(run_dir, config)
+        case "tensorboard":
+            return _TensorBoard(run_dir, resume_step)
+    raise ValueError(f"unknown tracker {report_to!r}")
+
+
+class _Wandb:
+    """One wandb run for one run folder, however often it is resumed: its id is kept in the folder."""
+
+    def __init__(self, run_dir: Path, config: dict[str, Any]):
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError("report_to=wandb needs a package: pip install wandb") from error
+        id_file = run_dir / WANDB_ID
+        if not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex[:12])
+        try:
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "qerl"),
+                name=run_dir.name,
+                id=id_file.read_text().strip(),
+                resume="allow",
+                dir=str(run_dir),
+                config=config,
+            )
+        except wandb.errors.Error as error:
+            raise UserError(
+                f"wandb does not start: {error}. Run `wandb login`, or set WANDB_MODE=offline"
+            ) from error
+        # wandb's own step cannot go back to a checkpoint's; a metric of ours as the x axis can.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _TensorBoard:
+    """Event files in the run folder's `tensorboard/`; steps after the resumed one are hidden by purge_step."""
+
+    def __init__(self, run_dir: Path, resume_step: int | None):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UserError(
+                "report_to=tensorboard needs a package: pip install tensorboard"
+            ) from error
+        purge_step = None if resume_step is None else resume_step + 1
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
