@@ -15,7 +15,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from qerl.config import Config
 from qerl.errors import RunError, UserError
@@ -28,18 +28,25 @@ class ExtraFlag:
     """A word of one entry point's command line that is not a setting, such as --dry-run or RUN."""
 
     name: str
-    """With hyphens, without dashes in front."""
+    """With underscores; it is also the name in the namespace."""
     help: str
     takes_value: bool = False
     positional: bool = False
     """Taken from the bare words, in order."""
     required: bool = False
     default: str | None = None
+    """Of a flag that takes a value; the others are False when they are not given."""
+
+    @property
+    def written(self) -> str:
+        return self.name.upper() if self.positional else "--" + self.name.replace("_", "-")
 
 
-CONFIG_FLAG = ExtraFlag(
-    "config", "Settings file (TOML) that overrides the preset.", takes_value=True
-)
+CONFIG_FLAG = ExtraFlag("config", "Settings (TOML) that override the preset.", takes_value=True)
+COMMON_FLAGS = {
+    "dry_run": ExtraFlag("dry_run", "Print the plan (sizes, memory, steps, time) and stop.")
+}
+"""Flags that an entry point may name in place of describing them."""
 
 
 def parse_config(
@@ -47,7 +54,7 @@ def parse_config(
     *,
     prog: str,
     description: str,
-    extra_flags: Sequence[ExtraFlag] = (),
+    extra_flags: Sequence[ExtraFlag | str] = (),
     examples: Sequence[str] = (),
 ) -> tuple[Config, Namespace]:
     """Parse a command line into a validated config.
@@ -56,7 +63,7 @@ def parse_config(
         argv: the words after the program's name; None takes sys.argv.
         prog: the program as it is typed, for --help.
         description: one or two sentences for --help.
-        extra_flags: what else this entry point understands.
+        extra_flags: what else this entry point understands: `ExtraFlag`s, or names in `COMMON_FLAGS`.
         examples: command lines shown by --help.
 
     Returns:
@@ -80,20 +87,22 @@ def parse_arguments(
     *,
     prog: str,
     description: str,
-    extra_flags: Sequence[ExtraFlag] = (),
+    extra_flags: Sequence[ExtraFlag | str] = (),
     examples: Sequence[str] = (),
 ) -> tuple[Layer, Namespace]:
     """The first half of `parse_config`: words to a layer of settings, not yet validated.
 
     For entry points whose base is not a preset but the config of an earlier run.
     """
+    described = [COMMON_FLAGS[flag] if isinstance(flag, str) else flag for flag in extra_flags]
+    described.insert(0, CONFIG_FLAG)
     if "--help" in argv or "-h" in argv:
         from qerl.cli_help import help_text
 
-        sys.stdout.write(help_text(prog, description, (CONFIG_FLAG, *extra_flags), examples))
+        sys.stdout.write(help_text(prog, description, described, examples))
         raise SystemExit(0)
-    extras = {flag.name.replace("-", "_"): flag for flag in (CONFIG_FLAG, *extra_flags)}
-    given: dict[str, Any] = {}
+    extras = {flag.name: flag for flag in described if not flag.positional}
+    values: dict[str, Any] = {}
     layer: Layer = {}
     words, bare = list(argv), []
     while words:
@@ -104,8 +113,8 @@ def parse_arguments(
         name, equals, text = word[2:].partition("=")
         value = text if equals else None
         extra = extras.get(name.replace("-", "_"))
-        if extra and not extra.positional:
-            given[extra.name.replace("-", "_")] = _extra_value(extra, value, words)
+        if extra:
+            values[extra.name] = _extra_value(extra, value, words)
             continue
         field, key, negated = _find_flag(name, extras)
         if field.kind == "switch":
@@ -113,37 +122,36 @@ def parse_arguments(
         elif value is None:
             value = _take_value(word, field.allowed, words)
         put(layer, field, key, value, f"--{name}")
-    _place_bare_words(bare, [flag for flag in extra_flags if flag.positional], given)
-    for flag in extras.values():
-        key = flag.name.replace("-", "_")
-        if key not in given and flag.required:
-            raise UserError(
-                f"{flag.name.upper() if flag.positional else '--' + flag.name} is missing: {flag.help}"
-            )
-        given.setdefault(key, flag.default if flag.takes_value or flag.positional else False)
-    return layer, Namespace(**given, given=frozenset(layer))
+    values |= _place_bare_words(bare, [flag for flag in described if flag.positional])
+    for flag in described:
+        if flag.required and flag.name not in values:
+            raise UserError(f"{flag.written} is missing: {flag.help}")
+        values.setdefault(flag.name, flag.default if flag.takes_value or flag.positional else False)
+    return layer, Namespace(**values, given=frozenset(layer))
 
 
-def run_main(main: Callable[[], int | None]) -> int:
-    """Run an entry point and turn what it raises into one line on stderr and an exit code.
+def run_main(main: Callable[[], int | None]) -> NoReturn:
+    """Run an entry point and exit; what it raises becomes one line on stderr and an exit code.
 
     UserError 2, RunError 1, Ctrl-C 130. With QERL_DEBUG=1 the traceback is printed too. Other exceptions are defects
     and propagate.
     """
     try:
-        return main() or 0
+        code = main() or 0
+        sys.stdout.flush()
     except (UserError, RunError) as error:
         if os.environ.get("QERL_DEBUG") == "1":
             traceback.print_exc()
         sys.stderr.write(f"qerl: error: {' '.join(str(error).split())}\n")
-        return 2 if isinstance(error, UserError) else 1
+        code = 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         sys.stderr.write("qerl: interrupted\n")
-        return 130
+        code = 130
     except BrokenPipeError:
-        # The reader of our output went away (`| head`); leave nothing to flush into the closed pipe.
+        # The reader of our output went away (`| head`): leave nothing to flush into the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        code = 0
+    sys.exit(code)
 
 
 def _find_flag(name: str, extras: Mapping[str, ExtraFlag]) -> tuple[FieldSpec, str | None, bool]:
@@ -180,16 +188,16 @@ def _take_value(word: str, allowed: str, words: list[str]) -> str:
 
 def _extra_value(extra: ExtraFlag, value: str | None, words: list[str]) -> Any:
     if extra.takes_value:
-        return value if value is not None else _take_value(f"--{extra.name}", extra.help, words)
+        return value if value is not None else _take_value(extra.written, extra.help, words)
     if value is not None:
-        raise UserError(f"--{extra.name} takes no value")
+        raise UserError(f"{extra.written} takes no value")
     return True
 
 
-def _place_bare_words(bare: list[str], positionals: list[ExtraFlag], given: dict[str, Any]) -> None:
-    for flag, word in zip(positionals, bare, strict=False):
-        given[flag.name.replace("-", "_")] = word
+def _place_bare_words(bare: list[str], positionals: list[ExtraFlag]) -> dict[str, str]:
     if len(bare) > len(positionals):
-        word = bare[len(positionals)]
-        hint = "values of a list have commas between, without spaces; settings are --NAME VALUE"
-        raise UserError(f"unexpected word {word!r}: {hint}")
+        raise UserError(
+            f"unexpected word {bare[len(positionals)]!r}: settings are --NAME VALUE, and the values of a list "
+            "have commas between and no spaces"
+        )
+    return {flag.name: word for flag, word in zip(positionals, bare, strict=False)}

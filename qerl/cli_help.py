@@ -22,7 +22,7 @@ def help_text(
 ) -> str:
     """The whole help page."""
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)
-    positionals = [flag.name.upper() for flag in extra_flags if flag.positional]
+    positionals = [flag.written for flag in extra_flags if flag.positional]
     blocks = [
         " ".join(
             [
@@ -106,9 +106,7 @@ def _label(field: FieldSpec) -> str:
 
 
 def _extra_label(flag: "ExtraFlag") -> str:
-    if flag.positional:
-        return flag.name.upper()
-    return f"--{flag.name} VALUE" if flag.takes_value else f"--{flag.name}"
+    return f"{flag.written} VALUE" if flag.takes_value else flag.written
 
 
 def _describe(field: FieldSpec) -> str:
