@@ -1,0 +1,36 @@
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test lint type check bench golden clean
+PYTHON := .venv/bin/python
+# One thread a worker: two workers with two threads each are slower on two cores than two with one.
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(or $(WORKERS),2) --dist worksteal -m "not gpu and not vllm"
+
+help:  ## List what can be made
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+setup: .venv/.qerl-setup  ## Make .venv with everything installed (skipped when it is up to date)
+
+.venv/.qerl-setup: pyproject.toml constraints.txt tools/setup.sh
+	bash tools/setup.sh
+
+quickstart: setup  ## Train a small real model on sums, on a CPU: a few minutes
+	$(PYTHON) -m qerl.train --model quickstart
+
+test: setup  ## All tests that need no GPU
+	$(PYTEST)
+
+lint: setup  ## Formatting and lint
+	$(PYTHON) -m ruff format --check . && $(PYTHON) -m ruff check .
+
+type: setup  ## Types
+	$(PYTHON) -m pyright
+
+check: lint type test  ## Lint, types and tests: what CI runs
+
+bench: setup  ## All benchmarks of this machine
+	for script in benchmarks/*.py; do $(PYTHON) $$script || exit 1; done
+
+golden: setup  ## Rewrite tests/golden from the present code; look at the diff before you commit it
+	QERL_UPDATE_GOLDEN=1 $(PYTEST)
+
+clean:  ## Remove caches and build products; keeps .venv and runs/
+	rm -rf build dist .pytest_cache .ruff_cache && find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
