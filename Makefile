@@ -1,8 +1,8 @@
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test lint type check bench golden clean
-PYTHON := .venv/bin/python
+PY := .venv/bin/python
 # One thread a worker: two workers with two threads each are slower on two cores than two with one.
-PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(or $(WORKERS),2) --dist worksteal -m "not gpu and not vllm"
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(or $(WORKERS),2) --dist worksteal -m "not gpu and not vllm"
 
 help:  ## List what can be made
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -13,21 +13,21 @@ setup: .venv/.qerl-setup  ## Make .venv with everything installed (skipped when 
 	bash tools/setup.sh
 
 quickstart: setup  ## Train a small real model on sums, on a CPU: a few minutes
-	$(PYTHON) -m qerl.train --model quickstart
+	$(PY) -m qerl.train --model quickstart
 
 test: setup  ## All tests that need no GPU
 	$(PYTEST)
 
 lint: setup  ## Formatting and lint
-	$(PYTHON) -m ruff format --check . && $(PYTHON) -m ruff check .
+	$(PY) -m ruff format --check . && $(PY) -m ruff check .
 
 type: setup  ## Types
-	$(PYTHON) -m pyright
+	$(PY) -m pyright
 
 check: lint type test  ## Lint, types and tests: what CI runs
 
 bench: setup  ## All benchmarks of this machine
-	for script in benchmarks/*.py; do $(PYTHON) $$script || exit 1; done
+	for script in benchmarks/*.py; do $(PY) $$script || exit 1; done
 
 golden: setup  ## Rewrite tests/golden from the present code; look at the diff before you commit it
 	QERL_UPDATE_GOLDEN=1 $(PYTEST)

@@ -33,7 +33,7 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def make_model(model_type: str, *, tie: bool = False, seed: int = 0) -> PreTrainedModel:
-    """A random fp32 decoder of two layers whose norms and biases are not trivial."""
+    """A random decoder of two layers: fp32 tensors of bf16 numbers, norms and biases that are not trivial."""
     config = AutoConfig.for_model(
         model_type,
         hidden_size=64,
@@ -54,7 +54,8 @@ def make_model(model_type: str, *, tie: bool = False, seed: int = 0) -> PreTrain
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(noise * 0.08 if parameter.dim() > 1 else parameter + noise * 0.1)
+            value = noise * 0.08 if parameter.dim() > 1 else parameter + noise * 0.1
+            parameter.copy_(value.bfloat16())
     return model
 
 

@@ -5,6 +5,8 @@ import itertools
 import pytest
 import torch
 from helpers import MODEL_TYPES, load_policy, randomize_adapter, save_model
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from qerl.engine.transformers_engine import TransformersEngine, sample_tokens
 from qerl.model.packing import pack
@@ -109,9 +111,6 @@ def test_greedy_equals_transformers_generate(tmp_path):
     randomize_adapter(policy)
     rollouts = flat(TransformersEngine(policy, 64).generate(REQUESTS, Sampling(0.0, 10, (258,))))
     policy.save_adapter(tmp_path / "adapter")
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
     reference = PeftModel.from_pretrained(model, str(tmp_path / "adapter"))
     for rollout in rollouts:

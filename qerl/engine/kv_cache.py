@@ -7,7 +7,7 @@ writes one token a row at that row's own position. transformers' attention modul
 import torch
 from torch import Tensor
 
-from qerl.model.attention import PackedLayout, to_rows
+from qerl.model.attention import PackedLayout, pad
 
 
 class KVCache:
@@ -36,7 +36,7 @@ class KVCache:
         return self.keys[layer][:, :, :seen], self.values[layer][:, :, :seen]
 
     def _padded(self, packed: Tensor) -> Tensor:
-        return to_rows(packed[0].transpose(0, 1), self.prefill_layout)
+        return pad(packed[0].transpose(0, 1), self.prefill_layout)
 
     def spread(self, row_of_sample: Tensor) -> None:
         """End prefill: row i becomes a copy of prompt row `row_of_sample[i]`, with room for the new tokens."""

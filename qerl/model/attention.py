@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 ATTENTION_NAME = "qerl_packed"
@@ -45,30 +46,46 @@ class PackedLayout:
         )
 
 
-class _Gather(torch.autograd.Function):
-    """x[index], whose gradient is a gather with the inverse index: pads carry no gradient either way."""
+class _Pad(torch.autograd.Function):
+    """[T, ...] -> [B * L, ...]: a gather; its gradient is the gather back, since pads are used for nothing."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(index, inverse)
-        return x.index_select(0, index)
+    def forward(ctx: Any, packed: Tensor, to_rows: Tensor, to_packed: Tensor) -> Tensor:
+        ctx.save_for_backward(to_packed)
+        return packed.index_select(0, to_rows)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        index, inverse = ctx.saved_tensors
-        return _Gather.apply(grad, inverse, index), None, None
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
 
 
-def to_rows(x: Tensor, layout: PackedLayout) -> Tensor:
+class _Unpad(torch.autograd.Function):
+    """[B * L, ...] -> [T, ...]: a gather; its gradient puts zeros at the pads, whose queries saw real keys."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, to_packed: Tensor) -> Tensor:
+        ctx.save_for_backward(to_packed)
+        ctx.num_places = rows.shape[0]
+        return rows.index_select(0, to_packed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        rows = grad.new_zeros(ctx.num_places, *grad.shape[1:])
+        return rows.index_copy_(0, ctx.saved_tensors[0], grad), None
+
+
+def pad(x: Tensor, layout: PackedLayout) -> Tensor:
     """[T, heads, D] -> [B, heads, L, D]."""
-    padded = _Gather.apply(x, layout.to_rows, layout.to_packed)
-    return padded.view(layout.num_rows, layout.row_length, *x.shape[1:]).transpose(1, 2)
+    rows = _Pad.apply(x, layout.to_rows, layout.to_packed)
+    return rows.view(layout.num_rows, layout.row_length, *x.shape[1:]).transpose(1, 2)
 
 
-def _to_packed(x: Tensor, layout: PackedLayout) -> Tensor:
+def unpad(x: Tensor, layout: PackedLayout) -> Tensor:
     """[B, heads, L, D] -> [T, heads, D]."""
     flat = x.transpose(1, 2).reshape(layout.num_rows * layout.row_length, x.shape[1], x.shape[3])
-    return _Gather.apply(flat, layout.to_packed, layout.to_rows)
+    return _Unpad.apply(flat, layout.to_packed)
 
 
 def attention(
@@ -85,7 +102,7 @@ def attention(
     if (layout is None) == (attention_mask is None):
         raise ValueError("attention needs either a packed layout or a mask")
     if layout is not None:
-        query, key, value = (to_rows(t[0].transpose(0, 1), layout) for t in (query, key, value))
+        query, key, value = (pad(t[0].transpose(0, 1), layout) for t in (query, key, value))
     output = F.scaled_dot_product_attention(
         query,
         key,
@@ -96,7 +113,7 @@ def attention(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     if layout is not None:
-        return _to_packed(output, layout)[None], None
+        return unpad(output, layout)[None], None
     return output.transpose(1, 2).contiguous(), None
 
 
