@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from qerl.cache import cache_root
 from qerl.config import Config
+from qerl.engine.base import Engine
 from qerl.engine.transformers_engine import TransformersEngine
 from qerl.errors import UserError
 from qerl.model.policy import Policy
@@ -127,7 +128,7 @@ def _check_lengths(base: BaseWeights, longest: int) -> None:
         )
 
 
-def build_engine(config: Config, policy: Policy) -> TransformersEngine:
+def build_engine(config: Config, policy: Policy) -> Engine:
     """The engine that the config names."""
     return TransformersEngine(policy, config.rollout.max_batch_size)
 
@@ -139,6 +140,25 @@ def build_sampling(config: Config, eos: tuple[int, ...]) -> Sampling:
         max_completion_length=config.rollout.max_completion_length,
         eos_token_ids=eos,
     )
+
+
+@dataclass(frozen=True)
+class Inference:
+    """A policy that is asked and not trained."""
+
+    source: ModelSource
+    tokenizer: PreTrainedTokenizerBase
+    policy: Policy
+    engine: Engine
+    sampling: Sampling
+
+
+def open_inference(config: Config, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Inference:
+    """Policy and engine for evaluation and sampling."""
+    device = resolve_device(config)
+    policy = build_policy(config, source, device, resolve_dtype(config, device))
+    sampling = build_sampling(config, eos_token_ids(source, tokenizer))
+    return Inference(source, tokenizer, policy, build_engine(config, policy), sampling)
 
 
 def run_dir_of(config: Config) -> Path:

@@ -1,70 +1,86 @@
-"""Held-out evaluation: the same engine, task and graders as training, without noise.
+"""Score a model on held-out problems, or a trained adapter beside its base on the same problems with the same seeds.
 
-Run it alone to score a base, or a base beside a trained adapter on the same problems with the same seeds:
+    python -m qerl.evaluate --model quickstart                       the base
+    python -m qerl.evaluate runs/NAME                                a run's adapter beside its base
+    python -m qerl.evaluate --model quickstart --adapter FOLDER      any adapter
 
-    python -m qerl.evaluate --model quickstart                    the base
-    python -m qerl.evaluate runs/NAME                             a run's model, data and adapter, beside its base
+The loop evaluates through the same function, `qerl.evaluation.evaluate_policy`.
 """
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedTokenizerBase
+from qerl.cli import run_main
+from qerl.errors import UserError
+from qerl.run_arguments import parse_run_arguments
 
-from qerl.engine.base import Engine
-from qerl.rollout import completion_rows, generate, score
-from qerl.tasks.pool import RewardPool
-from qerl.tasks.prompts import EncodedProblems
-from qerl.tasks.rewards import RewardSpec, total_rewards
-from qerl.types import Sampling
+if TYPE_CHECKING:
+    from qerl.evaluation import Evaluation
 
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Scores of one policy version on held-out problems."""
-
-    accuracy: float
-    """Share of completions to which the first reward function gave at least 1."""
-    metrics: dict[str, float]
-    rows: list[dict[str, object]]
+ROWS_SHOWN = 5
 
 
-def evaluate_policy(
-    engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
-    problems: EncodedProblems,
-    pool: RewardPool,
-    rewards: Sequence[RewardSpec],
-    sampling: Sampling,
-    *,
-    num_generations: int,
-    seed: int,
-    version: int,
-) -> Evaluation:
-    """Sample every problem `num_generations` times from the clean policy and score the completions.
-
-    Seeds depend on the run's seed and the problem, not on the version: two versions are compared on the same draws.
-    """
-    engine.sync(version, None)
-    indices = range(len(problems.problems))
-    batch = generate(
-        engine, tokenizer, problems, indices, sampling, num_generations, ("eval", seed)
+def main(argv: list[str] | None = None) -> int:
+    """Parse, load, evaluate, print. Returns the process' exit code."""
+    config, _, adapter = parse_run_arguments(
+        argv,
+        prog="python -m qerl.evaluate",
+        description="Score a model, and a trained adapter beside it, on held-out problems.",
     )
-    results = score(pool, batch)
-    totals = total_rewards(results, rewards)
-    flat = [value for group in totals for value in group if not math.isnan(value)]
-    first = rewards[0].name
-    scores = [value for result in results for value in result.values[first]]
-    correct = sum(value is not None and value >= 1 for value in scores)
-    lengths = [len(r.completion_ids) for group in batch.rollouts for r in group]
-    cut = [r.finish_reason == "length" for group in batch.rollouts for r in group]
-    metrics = {
-        "accuracy": correct / len(scores),
-        "reward": sum(flat) / len(flat) if flat else math.nan,
-        "completions/mean_length": sum(lengths) / len(lengths),
-        "completions/clipped_ratio": sum(cut) / len(cut),
-        "num_completions": float(len(scores)),
-    }
-    rows = completion_rows(batch, tokenizer, results, totals, None)
-    return Evaluation(metrics["accuracy"], metrics, rows)
+    from qerl.build import build_data, load_tokenizer, open_inference
+    from qerl.evaluation import evaluate_policy
+    from qerl.metrics import format_completions, say
+    from qerl.model.source import resolve_model
+    from qerl.tasks.pool import RewardPool
+
+    source = resolve_model(config.model, config.revision)
+    tokenizer = load_tokenizer(source, config.trust_remote_code)
+    data = build_data(config, tokenizer)
+    if data.test is None:
+        raise UserError("nothing is held out: set eval_size above 0, or give the task a test split")
+    inference = open_inference(config, source, tokenizer)
+
+    def evaluate(pool: RewardPool) -> "Evaluation":
+        return evaluate_policy(
+            inference.engine,
+            tokenizer,
+            data.test,
+            pool,
+            data.rewards,
+            inference.sampling,
+            num_generations=config.log.eval_num_generations,
+            seed=config.seed,
+            version=0,
+        )
+
+    workers, timeout = config.reward.reward_workers, config.reward.reward_timeout_s
+    with RewardPool(data.rewards, num_workers=workers, timeout_s=timeout) as pool:
+        last = base = evaluate(pool)
+        say(f"{config.model} ({config.quant}): {_in_words(base)}")
+        if adapter is not None:
+            inference.policy.load_adapter(adapter)
+            last = evaluate(pool)
+            _require_a_difference(base, last, adapter)
+            say(f"with {adapter}: {_in_words(last)}")
+            say(f"change in accuracy: {last.accuracy - base.accuracy:+.3f}")
+    say(format_completions(last.rows[:ROWS_SHOWN]))
+    return 0
+
+
+def _in_words(evaluation: "Evaluation") -> str:
+    count = int(evaluation.metrics["num_completions"])
+    return (
+        f"accuracy {evaluation.accuracy:.3f}, reward {evaluation.metrics['reward']:.3f}, "
+        f"{evaluation.metrics['completions/mean_length']:.1f} tokens on average ({count} completions)"
+    )
+
+
+def _require_a_difference(base: "Evaluation", trained: "Evaluation", adapter: Path) -> None:
+    """An adapter that changes no completion was not applied, or has learnt nothing: no score is reported for it."""
+    if [row["completion"] for row in base.rows] == [row["completion"] for row in trained.rows]:
+        raise UserError(f"{adapter} changes no completion: it is empty, or not this model's")
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -19,7 +19,7 @@ from qerl.algo.advantages import group_advantages, group_spread
 from qerl.algo.loss import loss_metrics, policy_loss, sequence_weights
 from qerl.algo.noise import noise_at
 from qerl.errors import RunError
-from qerl.evaluate import Evaluation, evaluate_policy
+from qerl.evaluation import Evaluation, evaluate_policy
 from qerl.metrics import PhaseTimer
 from qerl.model.packing import pack
 from qerl.optim import clip_gradients, learning_rate_at, set_learning_rate

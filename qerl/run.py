@@ -32,7 +32,7 @@ from qerl.build import (
 from qerl.checkpoint import CheckpointInfo, load_checkpoint, save_checkpoint
 from qerl.config import Config
 from qerl.engine.base import Engine
-from qerl.evaluate import Evaluation
+from qerl.evaluation import Evaluation
 from qerl.memory import memory_metrics
 from qerl.metrics import MetricsWriter, progress_line, say
 from qerl.model.policy import Policy

@@ -8,7 +8,11 @@ This is the command; the loop itself is `qerl.loop.train`. torch is imported onl
 so `--help` and mistakes answer at once.
 """
 
-from qerl.cli import parse_config, run_main
+import sys
+
+from qerl.cli import ExtraFlag, parse_config, run_main
+
+DRY_RUN = ExtraFlag("dry_run", "Print the plan (sizes, memory, downloads, steps, time) and stop.")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -17,17 +21,13 @@ def main(argv: list[str] | None = None) -> int:
         argv,
         prog="python -m qerl.train",
         description="Train a LoRA adapter with reinforcement learning on one GPU, or on a CPU.",
-        extra_flags=("dry_run",),
+        extra_flags=(DRY_RUN,),
     )
     from qerl.loop import train
-    from qerl.metrics import say
     from qerl.run import open_training_run, prepare
     from qerl.summary import summarize
 
     preparation = prepare(config)
-    say(preparation.describe())
-    if options.dry_run:
-        return 0
     with open_training_run(preparation) as run:
         train(run)
         summarize(run)
@@ -35,4 +35,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    sys.exit(run_main(main))

@@ -153,7 +153,7 @@ class Policy:
 
     def save_adapter(self, folder: Path) -> None:
         """Write adapter_model.safetensors and adapter_config.json, loadable by PeftModel.from_pretrained."""
-        self.peft_model.save_pretrained(folder, safe_serialization=True)
+        self.peft_model.save_pretrained(folder, save_embedding_layers=False)
         (folder / "README.md").unlink(missing_ok=True)
 
     def load_adapter(self, folder: Path) -> None:

@@ -1,0 +1,62 @@
+"""Ask a trained policy, or any model, one question: `python -m qerl.sample RUN "prompt"`.
+
+The prompt goes through the run's own template and the run's own engine; --adapter and --model choose others.
+"""
+
+import sys
+
+from qerl.cli import ExtraFlag, run_main
+from qerl.errors import UserError
+from qerl.run_arguments import parse_run_arguments
+
+PROMPT = ExtraFlag("prompt", "The question.", positional=True)
+COUNT = ExtraFlag("count", "How many answers to sample.", takes_value=True, default="1")
+GREEDY = ExtraFlag("greedy", "Take the most likely token each time.")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, load, sample, print. Returns the process' exit code."""
+    config, options, adapter = parse_run_arguments(
+        argv,
+        prog="python -m qerl.sample",
+        description='Sample answers: python -m qerl.sample RUN "prompt", or --model NAME "prompt".',
+        extra_flags=(PROMPT, COUNT, GREEDY),
+    )
+    if options.prompt is None:
+        raise UserError('the prompt is missing: python -m qerl.sample RUN "prompt"')
+    if not options.count.isdecimal() or options.count == "0":
+        raise UserError(f"--count {options.count}: give a whole number of answers, 1 or more")
+    from dataclasses import replace
+
+    from qerl.build import load_tokenizer, open_inference
+    from qerl.metrics import say
+    from qerl.model.source import resolve_model
+    from qerl.rollout import generate
+    from qerl.tasks.prompts import encode_problems
+    from qerl.types import Problem
+
+    source = resolve_model(config.model, config.revision)
+    tokenizer = load_tokenizer(source, config.trust_remote_code)
+    encoded = encode_problems(
+        [Problem("prompt", options.prompt, None)],
+        tokenizer,
+        config.prompt,
+        config.prompt.system_prompt,
+        config.rollout.max_prompt_length,
+    )
+    inference = open_inference(config, source, tokenizer)
+    if adapter is not None:
+        inference.policy.load_adapter(adapter)
+    sampling = inference.sampling
+    if options.greedy:
+        sampling = replace(sampling, temperature=0.0)
+    batch = generate(
+        inference.engine, tokenizer, encoded, [0], sampling, int(options.count), ("sample", config.seed)
+    )
+    for text in batch.texts[0]:
+        say(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
