@@ -1,0 +1,146 @@
+"""What travels between the trainer and its reward workers, and how terms become one reward.
+
+On the pipes a message is a length (8 bytes, big endian) and a body. To a worker, bodies are pickles that the trainer
+made of its own data; from a worker they are JSON, so nothing that a reward touched is unpickled in the trainer.
+"""
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+FailureKind = Literal[
+    "timeout", "died", "exception", "wrong_length", "wrong_type", "not_finite", "missing_column"
+]
+
+
+@dataclass(frozen=True)
+class BuiltinFunction:
+    """A key of `builtin.BUILTIN_REWARDS`."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class FileFunction:
+    """A function of a user's file. The text is read once, so an edit during a run changes nothing in it."""
+
+    path: str
+    text: str
+    function: str
+
+
+@dataclass(frozen=True)
+class PickledFunction:
+    """A callable sent by value (cloudpickle): one defined in a notebook cell has no file to import."""
+
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """One term of the reward."""
+
+    name: str
+    """Unique among the run's terms; the metric is rewards/NAME/mean."""
+    weight: float
+    source: BuiltinFunction | FileFunction | PickledFunction
+
+
+@dataclass(frozen=True)
+class RewardCall:
+    """One prompt group: G samples of one problem. Every list has length G."""
+
+    problem_id: str
+    prompts: list[Any]
+    completions: list[Any]
+    """Strings, or [{"role": "assistant", "content": ...}] where the data's prompts are messages."""
+    completion_ids: list[list[int]]
+    columns: dict[str, list[Any]]
+    """Every other data column, the gold answer as `answer` among them."""
+
+    def sample(self, index: int) -> "RewardCall":
+        """The group of one that holds only sample `index`."""
+        one = slice(index, index + 1)
+        columns = {name: values[one] for name, values in self.columns.items()}
+        return RewardCall(
+            self.problem_id,
+            self.prompts[one],
+            self.completions[one],
+            self.completion_ids[one],
+            columns,
+        )
+
+
+@dataclass(frozen=True)
+class RewardFailure:
+    """Why a sample has no value from a function, although it was tried alone."""
+
+    function: str
+    problem_id: str
+    sample_index: int
+    kind: FailureKind
+    message: str
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """The values of one prompt group: [G] for each function, in the order of the specs."""
+
+    values: dict[str, list[float | None]]
+    """None: the function left this sample out, or it failed and is listed below."""
+    failures: tuple[RewardFailure, ...]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The first message to a worker."""
+
+    specs: tuple[RewardSpec, ...]
+    sys_path: tuple[str, ...]
+    """The trainer's module search path, for callables that are pickled by reference to a module."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Every later message: call function number `function` on a group."""
+
+    function: int
+    call: RewardCall
+
+
+LENGTH = struct.Struct(">Q")
+
+
+def encode_message(body: bytes) -> bytes:
+    """A body with its length in front."""
+    return LENGTH.pack(len(body)) + body
+
+
+def total_rewards(
+    results: Sequence[RewardResult], specs: Sequence[RewardSpec]
+) -> list[list[float]]:
+    """Weighted sum of the terms, [P][G].
+
+    A term that is None is left out. NaN where all terms are None, and where any of them failed: a sum without a term
+    that should be there would be compared with complete ones.
+    """
+    totals = []
+    for result in results:
+        failed = {failure.sample_index for failure in result.failures}
+        rows = zip(*(result.values[spec.name] for spec in specs), strict=True)
+        totals.append(
+            [
+                math.nan if index in failed else _weighted_sum(row, specs)
+                for index, row in enumerate(rows)
+            ]
+        )
+    return totals
+
+
+def _weighted_sum(values: Sequence[float | None], specs: Sequence[RewardSpec]) -> float:
+    terms = [
+        spec.weight * value for value, spec in zip(values, specs, strict=True) if value is not None
+    ]
+    return sum(terms) if terms else math.nan

@@ -1,0 +1,183 @@
+"""Tasks `reasoning-gym/FAMILY`: problems made by a program, as many as wanted, with a program to score answers.
+
+reasoning-gym makes item i of seed s from s + i, so the items of two seeds are mostly the same. Hence one pool from one
+seed (`task.pool_seed`, not the run's), without duplicates, in which a hash of a question's text says whether it is
+held out: a question is on the same side whatever sizes are asked. Small families run dry (one-digit sums of two terms:
+200 questions); then what there is is divided by the order of the hashes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from qerl.errors import UserError
+from qerl.tasks.problems import Task, is_held_out, make_problem, prompt_hash
+
+if TYPE_CHECKING:
+    from qerl.config import TaskConfig
+    from qerl.types import Problem
+
+DEFAULT_TRAIN_SIZE = 1000
+DEFAULT_TEST_SIZE = 200
+HELD_OUT_ONE_IN = 5
+
+Entry = dict[str, Any]
+
+
+def load_reasoning_gym(config: TaskConfig) -> Task:
+    """Problems of one family. Raises UserError for a wrong family or parameter and a pool smaller than asked."""
+    family = config.name.partition("/")[2]
+    for option in ("path", "config", "revision", "test_split", "prompt_column", "answer_column"):
+        if getattr(config, option) is not None:
+            raise UserError(
+                f"task.{option} means nothing to {config.name}, whose problems are generated"
+            )
+    create = _factory(family, config.params, config.pool_seed)
+    pool = fill_pool(
+        create, config.train_size or DEFAULT_TRAIN_SIZE, config.test_size or DEFAULT_TEST_SIZE
+    )
+    train, test = divide(pool, config.train_size, config.test_size, config.name)
+    notes = [
+        f"{config.name}: {len(train)} problems to train on, {len(test)} held out, "
+        f"pool seed {config.pool_seed}, no question twice"
+    ]
+    if pool.is_exhausted:
+        notes.append(
+            f"{config.name} has about {len(pool.entries)} distinct questions with these parameters"
+        )
+
+    def problem(entry: Entry) -> Problem:
+        columns = {
+            "question": entry["question"],
+            "metadata": entry["metadata"],
+            "entry": entry,
+            "family": family,
+            "params": config.params,
+        }
+        id = f"{prompt_hash(entry['question']):016x}"
+        return make_problem(id, entry["question"], entry["answer"], columns)
+
+    return Task(
+        config.name,
+        tuple(map(problem, train)),
+        tuple(map(problem, test)),
+        ("reasoning_gym",),
+        notes=tuple(notes),
+    )
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Distinct entries in the order they were made."""
+
+    entries: Sequence[Entry]
+    is_exhausted: bool
+    """True when no new questions came any more, before both sides were full."""
+
+
+def fill_pool(create: Callable[[int], Sequence[Entry]], num_train: int, num_test: int) -> Pool:
+    """Generate until both sides have what is wanted, or until the family has run dry.
+
+    `create(size)` gives the first `size` items. Dry is: five times as many repeats in a row as there are questions, and
+    200; a family with D questions shows its last one after about D ln D items.
+    """
+    entries: dict[str, Entry] = {}
+    missing = {True: num_test, False: num_train}
+    size = start = 0
+    repeats = 0
+    while True:
+        size = 2 * size or 2 * (num_train + num_test)
+        try:
+            items = create(size)
+        except UserError:
+            if not entries:
+                raise
+            # Some families refuse sizes beyond what they can make.
+            return Pool(tuple(entries.values()), True)
+        for index in range(start, size):
+            entry = _make_entry(items, index)
+            text = entry["question"].strip()
+            repeats = repeats + 1 if text in entries else 0
+            if text not in entries:
+                entries[text] = entry
+                missing[is_held_out(text, HELD_OUT_ONE_IN)] -= 1
+            if max(missing.values()) <= 0:
+                return Pool(tuple(entries.values()), False)
+            if repeats > 5 * len(entries) + 200:
+                return Pool(tuple(entries.values()), True)
+        start = size
+
+
+def _make_entry(items: Sequence[Entry], index: int) -> Entry:
+    try:
+        return items[index]
+    except Exception as error:  # what a family raises when its parameters do not fit is not said
+        raise UserError(
+            f"reasoning-gym could not make item {index} with these parameters: {error}"
+        ) from error
+
+
+def divide(
+    pool: Pool, train_size: int | None, test_size: int | None, name: str
+) -> tuple[Sequence[Entry], Sequence[Entry]]:
+    """Training and held-out entries, never the same question. None: the default size, or less if the pool is small."""
+    if not pool.is_exhausted:
+        test = [entry for entry in pool.entries if is_held_out(entry["question"], HELD_OUT_ONE_IN)]
+        train = [
+            entry for entry in pool.entries if not is_held_out(entry["question"], HELD_OUT_ONE_IN)
+        ]
+        return train[: train_size or DEFAULT_TRAIN_SIZE], test[: test_size or DEFAULT_TEST_SIZE]
+    num_distinct = len(pool.entries)
+    if (train_size or 0) + (test_size or 0) > num_distinct:
+        asked = " and ".join(
+            f"task.{option}={size}"
+            for option, size in (("train_size", train_size), ("test_size", test_size))
+            if size is not None
+        )
+        raise UserError(
+            f"{name} with these parameters has {num_distinct} distinct questions, too few for {asked}; "
+            "ask for fewer or widen task.params"
+        )
+    if test_size is None:
+        most = num_distinct - (train_size or 0)
+        test_size = min(DEFAULT_TEST_SIZE, num_distinct // HELD_OUT_ONE_IN, most)
+    if train_size is None:
+        train_size = min(DEFAULT_TRAIN_SIZE, num_distinct - test_size)
+    ordered = sorted(pool.entries, key=lambda entry: prompt_hash(entry["question"]))
+    return ordered[num_distinct - train_size :], ordered[:test_size]
+
+
+def _factory(family: str, params: dict[str, Any], seed: int) -> Callable[[int], Sequence[Entry]]:
+    """`create(size)` for a family; raises UserError at once if the family or a parameter's name is wrong."""
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    if family not in DATASETS:
+        near = difflib.get_close_matches(family, DATASETS, n=3, cutoff=0.5)
+        hint = (
+            f"; near: {', '.join(near)}" if near else f"; there are {', '.join(sorted(DATASETS))}"
+        )
+        raise UserError(f"no reasoning-gym family {family!r}{hint}")
+    known = [field.name for field in fields(DATASETS[family][1])]
+    for name in params:
+        if name in ("size", "seed"):
+            raise UserError(
+                f"task.params: {name} is set by task.train_size, test_size and pool_seed"
+            )
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ";"
+            there = ", ".join(known)
+            raise UserError(
+                f"task.params: reasoning-gym/{family} has no {name!r}{hint} It has {there}"
+            )
+
+    def create(size: int) -> Sequence[Entry]:
+        try:
+            return create_dataset(family, size=size, seed=seed, **params)
+        except (AssertionError, ValueError, TypeError) as error:  # its configs validate with assert
+            raise UserError(f"task.params: reasoning-gym/{family}: {error}") from error
+
+    return create
