@@ -23,7 +23,7 @@ from qerl.tasks.problems import (
 )
 
 if TYPE_CHECKING:
-    from datasets import DatasetDict
+    from datasets import Dataset, DatasetDict
 
     from qerl.config import TaskConfig
 
@@ -46,7 +46,7 @@ def load_dataset_task(
         raise UserError(
             "task dataset needs task.path: a file, a folder or a Hugging Face data set id"
         )
-    splits = read_splits(config.path, config.config, config.revision)
+    splits = read_splits(config)
     train_rows = _split(splits, config.train_split, "train_split", config.path)
     test_split = config.test_split
     if test_split is None and "test" in splits and config.train_split != "test":
@@ -86,8 +86,9 @@ def load_dataset_task(
     return Task(name, train, test, reward_funcs, system_prompt, tuple(notes))
 
 
-def read_splits(path: str, config_name: str | None, revision: str | None) -> dict[str, list[Row]]:
+def read_splits(config: TaskConfig) -> dict[str, list[Row]]:
     """Rows of each split of a file, a folder or a hub data set. Raises UserError for what cannot be read."""
+    path = config.path
     local = Path(path).expanduser()
     if not local.exists() and (local.suffix in READERS or path.startswith((".", "/", "~"))):
         raise UserError(f"no file or folder {path}")
@@ -97,15 +98,15 @@ def read_splits(path: str, config_name: str | None, revision: str | None) -> dic
         )
     try:
         with _quiet(local.exists()):
-            splits = (
-                _read_local(local) if local.exists() else _read_hub(path, config_name, revision)
-            )
+            splits = _read_local(local, config.train_split) if local.exists() else _read_hub(config)
             return {name: split.to_list() for name, split in splits.items()}
+    except UserError:
+        raise
     except (OSError, ValueError, _dataset_error()) as error:
         raise UserError(_explain(path, local.exists(), error)) from error
 
 
-def _read_local(path: Path) -> DatasetDict:
+def _read_local(path: Path, train_split: str) -> DatasetDict:
     import datasets
 
     if path.is_file():
@@ -117,21 +118,29 @@ def _read_local(path: Path) -> DatasetDict:
         return datasets.DatasetDict({"train": saved})
     else:
         files = {file.stem: file for file in sorted(path.iterdir()) if file.suffix in READERS}
-        if len(files) == 1:
+        if train_split not in files and len(files) == 1:
             files = {"train": next(iter(files.values()))}
-        elif "train" not in files and "test" not in files:
+        elif train_split not in files:
             return datasets.load_dataset(str(path))
-    splits = {
-        split: datasets.load_dataset(READERS[file.suffix], data_files=str(file), split="train")
-        for split, file in files.items()
-    }
-    return datasets.DatasetDict(splits)
+    return datasets.DatasetDict({split: _read_file(file) for split, file in files.items()})
 
 
-def _read_hub(path: str, config_name: str | None, revision: str | None) -> DatasetDict:
+def _read_file(path: Path) -> Dataset:
     import datasets
 
-    return datasets.load_dataset(path, config_name, revision=revision)
+    reader = READERS[path.suffix]
+    try:
+        return datasets.load_dataset(reader, data_files=str(path), split="train")
+    except (StopIteration, ValueError) as error:  # what `datasets` raises for a file without rows
+        if path.stat().st_size == 0 or "corresponds to no data" in str(error):
+            raise UserError(f"{path} is empty") from error
+        raise
+
+
+def _read_hub(config: TaskConfig) -> DatasetDict:
+    import datasets
+
+    return datasets.load_dataset(config.path, config.config, revision=config.revision)
 
 
 def _dataset_error() -> type[Exception]:

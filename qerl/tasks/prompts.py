@@ -52,8 +52,6 @@ def encode_problems(
     `system_prompt` is put before each conversation that has none. Raises UserError for a template that is missing or
     does not fit, and when no prompt fits into `max_prompt_length` tokens.
     """
-    if PLACE not in config.prompt_template:
-        raise UserError(f"prompt_template must contain {PLACE}, got {config.prompt_template!r}")
     template = _chat_template(tokenizer, config.chat_template)
     conversational = tuple(not isinstance(problem.prompt, str) for problem in problems)
     if template is None:
