@@ -43,10 +43,6 @@ class ExtraFlag:
 
 
 CONFIG_FLAG = ExtraFlag("config", "Settings (TOML) that override the preset.", takes_value=True)
-COMMON_FLAGS = {
-    "dry_run": ExtraFlag("dry_run", "Print the plan (sizes, memory, steps, time) and stop.")
-}
-"""Flags that an entry point may name in place of describing them."""
 
 
 def parse_config(
@@ -54,16 +50,16 @@ def parse_config(
     *,
     prog: str,
     description: str,
-    extra_flags: Sequence[ExtraFlag | str] = (),
+    extra_flags: Sequence[ExtraFlag] = (),
     examples: Sequence[str] = (),
 ) -> tuple[Config, Namespace]:
-    """Parse a command line into a validated config.
+    """Parse a command line into a validated config, and check that there is such a model.
 
     Args:
         argv: the words after the program's name; None takes sys.argv.
         prog: the program as it is typed, for --help.
         description: one or two sentences for --help.
-        extra_flags: what else this entry point understands: `ExtraFlag`s, or names in `COMMON_FLAGS`.
+        extra_flags: what else this entry point understands.
         examples: command lines shown by --help.
 
     Returns:
@@ -79,6 +75,10 @@ def parse_config(
         argv, prog=prog, description=description, extra_flags=extra_flags, examples=examples
     )
     config, namespace.preset = build_config(flags, namespace.config)
+    # Not at the top, since --help needs no hub client (0.2 s).
+    from qerl.model.source import check_model
+
+    check_model(config.model, config.revision)
     return config, namespace
 
 
@@ -87,15 +87,14 @@ def parse_arguments(
     *,
     prog: str,
     description: str,
-    extra_flags: Sequence[ExtraFlag | str] = (),
+    extra_flags: Sequence[ExtraFlag] = (),
     examples: Sequence[str] = (),
 ) -> tuple[Layer, Namespace]:
     """The first half of `parse_config`: words to a layer of settings, not yet validated.
 
     For entry points whose base is not a preset but the config of an earlier run.
     """
-    described = [COMMON_FLAGS[flag] if isinstance(flag, str) else flag for flag in extra_flags]
-    described.insert(0, CONFIG_FLAG)
+    described = [CONFIG_FLAG, *extra_flags]
     if "--help" in argv or "-h" in argv:
         from qerl.cli_help import help_text
 

@@ -120,7 +120,7 @@ def find_field(
         if field.kind == "table":
             for prefix in (field.path, field.leaf):
                 if plain.startswith(f"{prefix}.") and len(plain) > len(prefix) + 1:
-                    return field, name[len(prefix) + 1 :]
+                    return field, plain[len(prefix) + 1 :]
     raise UserError(_unknown(plain, what, written, reserved))
 
 

