@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from qerl.cli import ExtraFlag, parse_arguments, parse_config
 from qerl.config import Config
 from qerl.errors import UserError
+from qerl.families import FAMILIES
 from qerl.fields import ALIASES, fields, find_field, sections, unique_leaves
 from qerl.foreign import EXPLAINED, RENAMED, VALUES
 from qerl.layers import build_config
@@ -328,3 +329,11 @@ def test_configuration_md_is_what_the_config_says(golden):
     from tools.config_docs import render
 
     golden(ROOT / "docs/configuration.md", render())
+
+
+def test_models_md_names_every_family_and_preset():
+    text = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    for family in FAMILIES:
+        assert f"| `{family}` | **tested**" in text
+    for name in preset_names():
+        assert f"| `{name}` | `{parse('--model', name).model}`" in text
