@@ -23,17 +23,13 @@ def help_text(
     """The whole help page."""
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)
     positionals = [flag.written for flag in extra_flags if flag.positional]
+    words = positionals or ["--model NAME"]
     blocks = [
-        " ".join(
-            [
-                "usage:",
-                prog,
-                *positionals,
-                "--model NAME [--config FILE.toml] [--SETTING VALUE ...]",
-            ]
-        ),
+        " ".join(["usage:", prog, *words, "[--config FILE.toml] [--SETTING VALUE ...]"]),
         textwrap.fill(description, width),
-        "\n".join(["Examples:", *(f"  {example}" for example in examples or _examples(prog))]),
+        "\n".join(
+            ["Examples:", *(f"  {example}" for example in examples or _examples(prog, positionals))]
+        ),
         "\n".join(
             [
                 "Presets (--model NAME):",
@@ -85,7 +81,18 @@ def show_default(field: FieldSpec) -> str:
     return str(field.default)
 
 
-def _examples(prog: str) -> list[str]:
+_SAMPLE_WORDS = {"RUN": "runs/my-run", "PROMPT": '"What is 3 + 4?"'}
+
+
+def _examples(prog: str, positionals: Sequence[str]) -> list[str]:
+    if positionals:
+        words = [_SAMPLE_WORDS.get(name, name) for name in positionals]
+        without_run = [word for word in words if word != _SAMPLE_WORDS["RUN"]]
+        return [
+            " ".join([prog, *words]),
+            " ".join([prog, *words, "--temperature 0.7 --seed 1"]),
+            " ".join([prog, "--model quickstart", *without_run]),
+        ]
     return [
         f"{prog} --model quickstart",
         f"{prog} --model qwen2.5-7b --quant qlora --learning-rate 2e-5 --dry-run",
