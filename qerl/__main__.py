@@ -15,7 +15,7 @@ COMMANDS = {
     "evaluate": "Score a run's adapter, or a bare model, on held-out problems.",
     "quantize": "Pack a checkpoint into NVFP4, with the loss of every layer.",
     "sample": "Write completions of one prompt with a run's adapter.",
-    "plan": "What a training command would need: sizes, memory, downloads, time.",
+    "plan": "What a training command would need; the same as `qerl train --dry-run`.",
 }
 
 
@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"nearest: {near[0]}" if near else f"commands: {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {name!r}; {hint}")
+    if name == "plan":
+        name, rest = "train", [*rest, "--dry-run"]
     return importlib.import_module(f"qerl.{name}").main(rest) or 0
 
 

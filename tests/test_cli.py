@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from qerl import __version__
+from qerl.__main__ import COMMANDS, main
 
 ROOT = Path(__file__).parent.parent
 
@@ -77,6 +78,20 @@ def test_an_unknown_command_names_the_nearest():
 
 def test_qerl_train_is_the_module():
     assert run("qerl", "train", "--help").stdout == run("qerl.train", "--help").stdout
+
+
+def test_qerl_plan_is_a_dry_run(monkeypatch):
+    seen = []
+    monkeypatch.setattr("qerl.train.main", lambda argv: seen.append(argv) or 0)
+    assert main(["plan", "--model", "tiny"]) == 0
+    assert seen == [["--model", "tiny", "--dry-run"]]
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"plan"}))
+def test_every_command_answers_help(name):
+    done = run("qerl", name, "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: ")
 
 
 @pytest.mark.parametrize(
