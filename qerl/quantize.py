@@ -146,21 +146,14 @@ def _print_report(report: "PackingReport", *, verbose: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    header, rows = _each_matrix(report) if verbose else _each_kind(report)
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column, justify in (
-        ("matrix", "left"),
-        ("count", "right"),
-        ("shape", "right"),
-        ("MB", "right"),
-    ):
-        table.add_column(column, justify=justify, no_wrap=True)
-    table.add_column("SQNR dB: mean", justify="right", no_wrap=True)
-    table.add_column("min", justify="right", no_wrap=True)
-    table.add_column("worst", no_wrap=True)
-    for kind, linears in _by_kind(report, verbose).items():
-        _add_row(table, kind, linears)
-    if not verbose:
-        _add_row(table, "all", list(report.linears))
+    for title in header:
+        names = title in ("matrix", "worst")
+        table.add_column(title, justify="left" if names else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    # In a pipe rich would assume 80 columns and cut the names.
     Console(width=None if Console().is_terminal else 120).print(table)
     bits = 8 * report.packed_nbytes / report.num_weights
     print(
@@ -169,24 +162,37 @@ def _print_report(report: "PackingReport", *, verbose: bool) -> None:
     )
 
 
-def _by_kind(report: "PackingReport", verbose: bool) -> dict[str, list["LinearReport"]]:
-    """Matrices by the last part of their name; each by itself when verbose."""
-    groups = defaultdict(list)
+def _each_matrix(report: "PackingReport") -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and rows, one a fused matrix."""
+    rows = [
+        (
+            linear.name,
+            "{} x {}".format(*linear.shape),
+            f"{linear.nbytes / 1e6:.1f}",
+            f"{linear.sqnr_db:.2f}",
+        )
+        for linear in report.linears
+    ]
+    return ("matrix", "shape", "MB", "SQNR dB"), rows
+
+
+def _each_kind(report: "PackingReport") -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and rows, one for the matrices that have the last part of their name in common, and one for all."""
+    kinds = defaultdict(list)
     for linear in report.linears:
-        groups[linear.name if verbose else linear.name.rpartition(".")[2]].append(linear)
-    return dict(groups)
-
-
-def _add_row(table, kind: str, linears: list["LinearReport"]) -> None:
-    decibels = [linear.sqnr_db for linear in linears if linear.sqnr_db is not None]
-    worst = min(linears, key=lambda linear: linear.sqnr_db)
-    shapes = {linear.shape for linear in linears}
-    shape = "{} x {}".format(*shapes.pop()) if len(shapes) == 1 else ""
-    megabytes = f"{sum(linear.nbytes for linear in linears) / 1e6:.1f}"
-    mean, low = f"{statistics.fmean(decibels):.2f}", f"{min(decibels):.2f}"
-    table.add_row(
-        kind, str(len(linears)), shape, megabytes, mean, low, worst.name if len(linears) > 1 else ""
-    )
+        kinds[linear.name.rpartition(".")[2]].append(linear)
+    rows = []
+    for kind, linears in (*kinds.items(), ("all", report.linears)):
+        decibels = [
+            (linear.sqnr_db, linear.name) for linear in linears if linear.sqnr_db is not None
+        ]
+        mean = statistics.fmean(value for value, _ in decibels)
+        low, worst = min(decibels)
+        megabytes = sum(linear.nbytes for linear in linears) / 1e6
+        rows.append(
+            (kind, str(len(linears)), f"{megabytes:.1f}", f"{mean:.2f}", f"{low:.2f}", worst)
+        )
+    return ("matrix", "count", "MB", "SQNR dB: mean", "min", "worst"), rows
 
 
 def _megabytes(nbytes: int) -> str:
