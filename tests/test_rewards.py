@@ -1,5 +1,6 @@
 """Reward functions in worker processes: what users write runs unchanged, and nothing they do stops a step."""
 
+import importlib
 import math
 import os
 import signal
@@ -17,7 +18,7 @@ from qerl.tasks.pool import RewardPool
 from qerl.tasks.problems import Task, make_problem
 from qerl.tasks.rewards import resolve_rewards, total_rewards
 
-TIMEOUT_S = 0.6
+TIMEOUT_S = 0.8
 
 
 def make_task(answer: str | None = "18", **columns) -> Task:
@@ -139,6 +140,16 @@ def test_callables_are_sent_by_value() -> None:
     assert values == {"with_closure": [2.0, 4.0], "<lambda>": [1.0, 1.0]}
 
 
+def test_callables_of_a_module_are_found_by_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "notebook_helpers.py").write_text("def f(completions):\n    return [4.0]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    function = importlib.import_module("notebook_helpers").f
+    with RewardPool(resolve_rewards([function], (), make_task()), 1, TIMEOUT_S) as pool:
+        assert pool.score([make_call(["a"])])[0].values == {"f": [4.0]}
+
+
 def test_a_file_imports_its_neighbours_and_stays_as_it_was_read(tmp_path: Path) -> None:
     (tmp_path / "neighbour.py").write_text("VALUE = 3.0\n")
     code = (
@@ -185,19 +196,19 @@ def test_builtin_rewards_run_in_workers() -> None:
 # What users' code does wrong. In each file the sample "bad" does it, and only that sample is lost.
 
 NASTY = {
-    "hangs": ("while True:\n    pass", "timeout", "0.6 s"),
+    "hangs": ("while True:\n    pass", "timeout", "0.8 s"),
     "sleeps through every signal": (
         "import signal, time\n"
         "for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM):\n"
         "    signal.signal(number, lambda *_: None)\n"
         "while True:\n    time.sleep(60)",
         "timeout",
-        "0.6 s",
+        "0.8 s",
     ),
     "stops its process": (
         "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)",
         "timeout",
-        "0.6 s",
+        "0.8 s",
     ),
     "leaves": ("import os\nos._exit(3)", "died", "exit code 3"),
     "exits": ("import sys\nsys.exit(1)", "exception", "SystemExit"),

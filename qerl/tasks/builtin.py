@@ -39,7 +39,7 @@ def _graded(grade: Callable[[str, str], bool]) -> Callable[..., list[float | Non
     return reward
 
 
-def boxed_format(completions: Sequence, **columns: Any) -> list[float]:
+def boxed_format(completions: Sequence, **columns: Any) -> list[float | None]:
     """1 where the completion has a \\boxed{} that is not empty."""
     contents = [grading.last_boxed(completion_text(completion)) for completion in completions]
     return [float(content is not None and content.strip() != "") for content in contents]
@@ -47,9 +47,9 @@ def boxed_format(completions: Sequence, **columns: Any) -> list[float]:
 
 def reasoning_gym(
     completions: Sequence, entry: Sequence, family: Sequence, params: Sequence, **columns: Any
-) -> list[float]:
+) -> list[float | None]:
     """The family's own score of the answer found in the completion; some families give part credit."""
-    scores = []
+    scores: list[float | None] = []
     for completion, item, name, settings in zip(completions, entry, family, params, strict=True):
         answer = grading.extract_answer(completion_text(completion), item["answer"])
         scores.append(float(_scorer(name, json.dumps(settings))(answer, item)))

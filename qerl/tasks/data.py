@@ -46,7 +46,7 @@ def load_dataset_task(
         raise UserError(
             "task dataset needs task.path: a file, a folder or a Hugging Face data set id"
         )
-    splits = read_splits(config)
+    splits = read_splits(config.path, config)
     train_rows = _split(splits, config.train_split, "train_split", config.path)
     test_split = config.test_split
     if test_split is None and "test" in splits and config.train_split != "test":
@@ -86,9 +86,8 @@ def load_dataset_task(
     return Task(name, train, test, reward_funcs, system_prompt, tuple(notes))
 
 
-def read_splits(config: TaskConfig) -> dict[str, list[Row]]:
+def read_splits(path: str, config: TaskConfig) -> dict[str, list[Row]]:
     """Rows of each split of a file, a folder or a hub data set. Raises UserError for what cannot be read."""
-    path = config.path
     local = Path(path).expanduser()
     if not local.exists() and (local.suffix in READERS or path.startswith((".", "/", "~"))):
         raise UserError(f"no file or folder {path}")
@@ -98,8 +97,12 @@ def read_splits(config: TaskConfig) -> dict[str, list[Row]]:
         )
     try:
         with _quiet(local.exists()):
-            splits = _read_local(local, config.train_split) if local.exists() else _read_hub(config)
-            return {name: split.to_list() for name, split in splits.items()}
+            splits = (
+                _read_local(local, config.train_split)
+                if local.exists()
+                else _read_hub(path, config)
+            )
+            return {str(name): split.to_list() for name, split in splits.items()}
     except UserError:
         raise
     except (OSError, ValueError, _dataset_error()) as error:
@@ -137,10 +140,10 @@ def _read_file(path: Path) -> Dataset:
         raise
 
 
-def _read_hub(config: TaskConfig) -> DatasetDict:
+def _read_hub(path: str, config: TaskConfig) -> DatasetDict:
     import datasets
 
-    return datasets.load_dataset(config.path, config.config, revision=config.revision)
+    return datasets.load_dataset(path, config.config, revision=config.revision)
 
 
 def _dataset_error() -> type[Exception]:

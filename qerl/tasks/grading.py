@@ -116,7 +116,7 @@ def _parse_answer(text: str) -> list:
 def _parse(text: str) -> list:
     from math_verify import parse
 
-    return parse(text, parsing_timeout=None)
+    return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]  (None is documented)
 
 
 def extract_answer(completion: str, answer: str | None) -> str:
@@ -127,8 +127,7 @@ def extract_answer(completion: str, answer: str | None) -> str:
     """
     tagged = re.findall(r"<answer>(.*?)</answer>", completion, re.DOTALL)
     text = tagged[-1].strip() if tagged else completion.strip()
-    gold = None if answer is None else as_number(answer)
-    if gold is not None:
+    if answer is not None and (gold := as_number(answer)) is not None:
         value = last_number(text)
         if value is None:
             return ""

@@ -58,7 +58,7 @@ class RewardPool:
         specs: Sequence[RewardSpec],
         num_workers: int,
         timeout_s: float,
-        log_path: str | os.PathLike[str] | None,
+        log_path: str | os.PathLike[str] | None = None,
         memory_gib: float = 4.0,
     ):
         """`log_path` gets what the functions print (appended; None throws it away)."""

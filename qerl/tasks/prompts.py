@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from jinja2 import TemplateError
 
@@ -140,7 +140,7 @@ def _apply(
     if not conversations:
         return []
     try:
-        return tokenizer.apply_chat_template(
+        encoded = tokenizer.apply_chat_template(
             conversations,
             chat_template=template,
             add_generation_prompt=True,
@@ -148,6 +148,7 @@ def _apply(
             return_dict=False,
             **config.chat_template_kwargs,
         )
+        return cast(list[list[int]], encoded)
     except (TemplateError, ValueError, TypeError) as error:
         raise UserError(f"the chat template does not take these prompts: {error}") from error
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from qerl.errors import UserError
 from qerl.tasks.problems import Task, is_held_out, make_problem, prompt_hash
@@ -25,6 +25,12 @@ DEFAULT_TEST_SIZE = 200
 HELD_OUT_ONE_IN = 5
 
 Entry = dict[str, Any]
+
+
+class Items(Protocol):
+    """A list of entries, or one of the library's data sets, which make an entry when it is asked for."""
+
+    def __getitem__(self, index: int, /) -> Entry: ...
 
 
 def load_reasoning_gym(config: TaskConfig) -> Task:
@@ -78,7 +84,7 @@ class Pool:
     """True when no new questions came any more, before both sides were full."""
 
 
-def fill_pool(create: Callable[[int], Sequence[Entry]], num_train: int, num_test: int) -> Pool:
+def fill_pool(create: Callable[[int], Items], num_train: int, num_test: int) -> Pool:
     """Generate until both sides have what is wanted, or until the family has run dry.
 
     `create(size)` gives the first `size` items. Dry is: five times as many repeats in a row as there are questions, and
@@ -111,7 +117,7 @@ def fill_pool(create: Callable[[int], Sequence[Entry]], num_train: int, num_test
         start = size
 
 
-def _make_entry(items: Sequence[Entry], index: int) -> Entry:
+def _make_entry(items: Items, index: int) -> Entry:
     try:
         return items[index]
     except Exception as error:  # what a family raises when its parameters do not fit is not said
@@ -150,7 +156,7 @@ def divide(
     return ordered[num_distinct - train_size :], ordered[:test_size]
 
 
-def _factory(family: str, params: dict[str, Any], seed: int) -> Callable[[int], Sequence[Entry]]:
+def _factory(family: str, params: dict[str, Any], seed: int) -> Callable[[int], Items]:
     """`create(size)` for a family; raises UserError at once if the family or a parameter's name is wrong."""
     from reasoning_gym.factory import DATASETS, create_dataset
 
@@ -174,7 +180,7 @@ def _factory(family: str, params: dict[str, Any], seed: int) -> Callable[[int], 
                 f"task.params: reasoning-gym/{family} has no {name!r}{hint} It has {there}"
             )
 
-    def create(size: int) -> Sequence[Entry]:
+    def create(size: int) -> Items:
         try:
             return create_dataset(family, size=size, seed=seed, **params)
         except (AssertionError, ValueError, TypeError) as error:  # its configs validate with assert

@@ -8,6 +8,7 @@ file descriptors of its own.
 """
 
 import ctypes
+import io
 import json
 import os
 import pickle
@@ -30,8 +31,10 @@ def main(arguments: Sequence[str]) -> None:
     request_fd, reply_fd, parent_pid, memory_bytes = map(int, arguments)
     _die_with_parent(parent_pid)
     limit_memory(memory_bytes)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash costs a sample, not disk space
     for fd in (request_fd, reply_fd):
         os.set_inheritable(fd, False)
+    assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)  # a killed worker loses no whole line
     with os.fdopen(request_fd, "rb") as requests, os.fdopen(reply_fd, "wb") as replies:
         serve(requests, replies)
@@ -87,7 +90,11 @@ def limit_memory(num_bytes: int) -> None:
 
 
 def _die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel for SIGKILL when the parent dies: a hanging reward would never see its pipe close."""
+    """Ask the kernel for SIGKILL when the parent dies: a hanging reward would never see its pipe close.
+
+    The kernel means the thread that started the worker. Should that one end first, the pool finds the worker dead while
+    idle and replaces it.
+    """
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
