@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-from qerl.quant import FORMATS
+from qerl.quant import FORMATS, nf4
 from qerl.quant.base_weights import BaseWeights
 from qerl.quant.nf4 import Nf4Weight
 from qerl.quant.packed import PackedWeight, dequantize, sqnr_db
@@ -102,6 +102,23 @@ def test_nf4_values_from_its_definition(num_columns: int) -> None:
         values = get_4bit_type("nf4", "cpu")[codes]
         expected.append((values * absmax.repeat_interleave(64)[: len(codes)]).view(matrix.shape))
     assert torch.equal(weight.expand(torch.float32), torch.cat(expected))
+
+
+@pytest.mark.parametrize("num_columns", [96, 128])
+def test_nf4_in_parts_is_double_quantization_of_the_whole(
+    num_columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bitsandbytes.functional import quantize_4bit
+
+    monkeypatch.setattr(nf4, "_CHUNK_ELEMENTS", 64 * num_columns)
+    member = torch.cat(members(num_columns) * 3)  # 240 rows: three parts of 64 and a rest
+    weight = nf4.pack_nf4([member])
+    codes, state = quantize_4bit(member, blocksize=64, compress_statistics=True, quant_type="nf4")
+    (matrix,) = weight.members
+    assert torch.equal(matrix.codes, codes)
+    assert torch.equal(matrix.state.absmax, state.absmax)
+    assert torch.equal(matrix.state.state2.absmax, state.state2.absmax)
+    assert torch.equal(matrix.state.offset, state.offset)
 
 
 def test_nf4_is_what_transformers_loads(tmp_path: Path) -> None:

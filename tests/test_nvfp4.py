@@ -1,10 +1,8 @@
-"""NVFP4 against compressed-tensors, against brute force, and against the page that teaches it.
-
-`python -m tests.test_nvfp4` writes the golden file again with compressed-tensors' own functions.
-"""
+"""NVFP4 against compressed-tensors, against brute force, and against the page that teaches it."""
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +32,12 @@ GOLDEN = Path(__file__).parent / "golden"
 BYTES_FILE = GOLDEN / "nvfp4_bytes.txt"
 FLOORS_FILE = GOLDEN / "nvfp4_sqnr_floors.json"
 DOCS = Path(__file__).parent.parent / "docs" / "nvfp4.md"
+
+GOLDEN_HEADER = (
+    "# Packed bytes of golden_matrix() in tests/test_nvfp4.py, rounding nearest: codes, then E4M3 block scales.",
+    "# Source: compressed-tensors 0.17.0 (generate_gparam, calculate_qparams, quantize, pack_fp4_to_uint8).",
+    "# qerl must produce the same bytes.",
+)
 
 NVFP4_ARGS = QuantizationArgs(
     num_bits=4,
@@ -108,9 +112,9 @@ def test_golden_bytes() -> None:
     assert golden_lines(weight.codes, weight.block_scales) == read_golden()
 
 
-def test_golden_file_is_what_compressed_tensors_writes() -> None:
+def test_golden_file_is_what_compressed_tensors_writes(golden: Callable[[Path, str], None]) -> None:
     codes, scales, _ = compressed_tensors_pack(golden_matrix())
-    assert golden_lines(codes, scales) == read_golden()
+    golden(BYTES_FILE, "\n".join([*GOLDEN_HEADER, *golden_lines(codes, scales)]) + "\n")
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -340,17 +344,3 @@ def test_cuda_packs_and_expands_the_same_bits() -> None:
         )
         for dtype in (torch.bfloat16, torch.float32, torch.float64):
             assert torch.equal(on_gpu.expand(dtype).cpu(), on_cpu.expand(dtype))
-
-
-def write_golden() -> None:
-    codes, scales, _ = compressed_tensors_pack(golden_matrix())
-    header = [
-        "# Packed bytes of golden_matrix() in tests/test_nvfp4.py, rounding nearest: codes, then E4M3 block scales.",
-        "# Source: compressed-tensors 0.17.0 (generate_gparam, calculate_qparams, quantize, pack_fp4_to_uint8),",
-        "# written by `python -m tests.test_nvfp4`. qerl must produce the same bytes.",
-    ]
-    BYTES_FILE.write_text("\n".join([*header, *golden_lines(codes, scales)]) + "\n")
-
-
-if __name__ == "__main__":
-    write_golden()

@@ -153,9 +153,8 @@ class BaseWeights:
         digest = hashlib.sha256()
         for name, tensor in self._named_tensors():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(
-                memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-            )
+            values = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(values.numpy().data)
         return digest.hexdigest()
 
     def _named_tensors(self) -> list[tuple[str, Tensor]]:

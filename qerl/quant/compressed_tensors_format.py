@@ -137,21 +137,27 @@ def read_fused(
 def repack(members: list[Nvfp4Weight]) -> tuple[Nvfp4Weight, float]:
     """Members with different dequant_scales under the largest of them, and the SQNR in dB of doing so.
 
-    Block scales take over the ratio and are rounded to E4M3 again; codes are rounded again to fit them.
+    Block scales take over the ratio and are rounded to E4M3 again; codes are rounded again to fit them. Members that
+    have the largest scale keep their bits.
     """
     shared = torch.stack([member.dequant_scale for member in members]).max()
     repacked, signal, noise = [], 0.0, 0.0
     for member in members:
         ratio = member.dequant_scale / shared
-        scales = (member.block_scales.float() * ratio).clamp(_SMALLEST_E4M3, E4M3_MAX)
-        block_scales = scales.to(torch.float8_e4m3fn)
         dense = member.expand(torch.float32).mul_(ratio)
-        codes = encode(dense.unflatten(1, (-1, BLOCK_SIZE)), block_scales.float())
-        moved = Nvfp4Weight(codes, block_scales, shared)
+        moved = member if ratio == 1 else _rescale(member, dense, ratio, shared)
         sums = squared_sums(dense, moved.expand(torch.float32))
         signal, noise = signal + sums[0], noise + sums[1]
         repacked.append(moved)
     return _stack(repacked, shared), decibels(signal, noise)
+
+
+def _rescale(member: Nvfp4Weight, dense: Tensor, ratio: Tensor, shared: Tensor) -> Nvfp4Weight:
+    """`dense` [N, K], the member's values in units of `shared`, with its block scales times `ratio`."""
+    scales = (member.block_scales.float() * ratio).clamp(_SMALLEST_E4M3, E4M3_MAX)
+    block_scales = scales.to(torch.float8_e4m3fn)
+    codes = encode(dense.unflatten(1, (-1, BLOCK_SIZE)), block_scales.float())
+    return Nvfp4Weight(codes, block_scales, shared)
 
 
 def _read_member(checkpoint: Checkpoint, name: str, device: torch.device) -> Nvfp4Weight:

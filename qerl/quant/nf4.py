@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
+from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit, quantize_blockwise
 from torch import Tensor
 
 from qerl.quant.packed import check_rows
 
 BLOCK_SIZE = 64
+_ABSMAX_BLOCK_SIZE = 256
+_CHUNK_ELEMENTS = 1 << 18
+"""Weights quantized at a time, rounded down to 64 rows so that no block is cut."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +101,35 @@ class Nf4Weight:
 
 def pack_nf4(members: list[Tensor]) -> Nf4Weight:
     """Quantize the matrices [N_i, K] (fp32, fp16 or bf16) of one fused group, each by itself."""
-    packed = []
-    for member in members:
-        codes, state = quantize_4bit(
-            member.contiguous(), blocksize=BLOCK_SIZE, compress_statistics=True, quant_type="nf4"
-        )
-        packed.append(Nf4Matrix(codes, state, (member.shape[0], member.shape[1])))
-    return Nf4Weight(tuple(packed))
+    return Nf4Weight(tuple(_quantize(member) for member in members))
+
+
+def _quantize(member: Tensor) -> Nf4Matrix:
+    """What `quantize_4bit(member, compress_statistics=True)` gives, in parts: on the CPU that takes 12 bytes a weight.
+
+    Blocks are independent of each other; the second quantization, of their maxima, sees all of them.
+    """
+    num_rows, num_columns = member.shape
+    step = max(BLOCK_SIZE, _CHUNK_ELEMENTS // num_columns // BLOCK_SIZE * BLOCK_SIZE)
+    parts = [
+        quantize_4bit(part.contiguous(), blocksize=BLOCK_SIZE, quant_type="nf4")
+        for part in member.split(step)
+    ]
+    codes = torch.cat([codes for codes, _ in parts])
+    absmax = torch.cat([state.absmax for _, state in parts])
+    offset = absmax.mean()
+    absmax_codes, absmax_state = quantize_blockwise(absmax - offset, blocksize=_ABSMAX_BLOCK_SIZE)
+    state = QuantState(
+        absmax=absmax_codes,
+        shape=member.shape,
+        dtype=member.dtype,
+        blocksize=BLOCK_SIZE,
+        code=parts[0][1].code,
+        quant_type="nf4",
+        offset=offset,
+        state2=absmax_state,
+    )
+    return Nf4Matrix(codes, state, (num_rows, num_columns))
 
 
 def _dequantize(member: Nf4Matrix, dtype: torch.dtype) -> Tensor:

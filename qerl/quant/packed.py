@@ -17,6 +17,9 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+_ROWS = 256
+"""Rows compared at a time: fp32 temporaries of a few MB."""
+
 
 class PackedWeight(Protocol):
     """A frozen weight matrix [N, K] in some storage format. Immutable; `rows` shares its storage."""
@@ -80,10 +83,13 @@ def sqnr_db(reference: Tensor, approximation: Tensor) -> float:
 
 
 def squared_sums(reference: Tensor, approximation: Tensor) -> tuple[float, float]:
-    """(sum r^2, sum (r - a)^2) summed in float64, so that the parts of a large matrix can be added up."""
-    reference = reference.float()
-    error = reference - approximation.float()
-    return _sum_of_squares(reference), _sum_of_squares(error)
+    """(sum r^2, sum (r - a)^2) of matrices, a few rows at a time; parts of a larger matrix can be added up."""
+    signal, noise = 0.0, 0.0
+    for part, other in zip(reference.split(_ROWS), approximation.split(_ROWS), strict=True):
+        part = part.float()
+        signal += _sum_of_squares(part)
+        noise += _sum_of_squares(part - other.float())
+    return signal, noise
 
 
 def decibels(signal: float, noise: float) -> float:

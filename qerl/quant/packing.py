@@ -19,7 +19,7 @@ from qerl.quant.report import LinearReport
 
 _NAMES_SHOWN = 4
 _SQNR_ROWS = 256
-"""Rows compared at a time: fp32 temporaries of a few MB."""
+"""Rows expanded at a time to be compared."""
 
 
 def check_tensors(checkpoint: Checkpoint, layout: Layout, *, packed: bool) -> None:
@@ -79,22 +79,21 @@ def pack_linear(
         weight = FORMATS[format](members, rounding)
     except UserError as error:
         raise UserError(f"{checkpoint.folder}: {fused.name}: {error}") from error
-    sqnr_db = _measure(members, weight)
+    sqnr_db = _measure(members, weight, format)
     return weight, LinearReport(fused.name, weight.shape, weight.nbytes, sqnr_db)
 
 
 _SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _measure(members: list[Tensor], weight: PackedWeight) -> float:
-    """SQNR in dB of the whole group. A member is expanded whole, because NF4 cannot be cut inside one."""
+def _measure(members: list[Tensor], weight: PackedWeight, format: str) -> float:
+    """SQNR in dB of the whole group, a few rows at a time; NF4, which cannot be cut there, a member at a time."""
     row, signal, noise = 0, 0.0, 0.0
     for member in members:
-        dense = dequantize(weight.rows(row, row + len(member)), torch.float32)
-        for reference, part in zip(member.split(_SQNR_ROWS), dense.split(_SQNR_ROWS), strict=True):
-            sums = squared_sums(reference, part)
+        for part in member.split(len(member) if format == "nf4" else _SQNR_ROWS):
+            sums = squared_sums(part, dequantize(weight.rows(row, row + len(part)), torch.float32))
             signal, noise = signal + sums[0], noise + sums[1]
-        row += len(member)
+            row += len(part)
     return decibels(signal, noise)
 
 
