@@ -119,7 +119,9 @@ def build_policy(
 
 
 def _check_lengths(base: BaseWeights, longest: int) -> None:
-    window = base.config.sliding_window if "sliding_attention" in (base.config.layer_types or []) else None
+    config = base.config.to_dict()
+    slides = "sliding_attention" in config.get("layer_types", ["sliding_attention"])
+    window = config.get("sliding_window") if slides else None
     limit = min(base.config.max_position_embeddings, window or longest)
     if longest > limit:
         raise UserError(

@@ -164,6 +164,8 @@ class TrainConfig(Section):
     """Decoupled weight decay of the adapter."""
     max_tokens_per_microbatch: Positive = 8192
     """Packed tokens in one forward and backward; a longer single sequence goes alone."""
+    share_prompts: bool = True
+    """Process a group's prompt once for all its completions in the update, where that is cheaper. Exact."""
     gradient_checkpointing: bool | None = None
     """Recompute each layer in backward instead of keeping its activations. Default: on for CUDA, off on the CPU."""
 

@@ -21,12 +21,12 @@ from qerl.algo.noise import noise_at
 from qerl.errors import RunError
 from qerl.evaluation import Evaluation, evaluate_policy
 from qerl.metrics import PhaseTimer
-from qerl.model.packing import pack
+from qerl.model.packing import Item, pack
 from qerl.optim import clip_gradients, learning_rate_at, set_learning_rate
 from qerl.rollout import Batch, completion_rows, generate, score
 from qerl.run import Run
 from qerl.tasks.rewards import total_rewards
-from qerl.types import LossOutput, NoiseDraw, Rollout
+from qerl.types import LossOutput, NoiseDraw
 
 
 def train(run: Run) -> None:
@@ -115,7 +115,7 @@ def update(
         config.rollout.max_completion_length,
     )
     chosen = [
-        (rollout, advantage, weight)
+        Item(rollout, advantage, weight)
         for (rollout, advantage), weight in zip(pairs, weights, strict=True)
         if advantage != 0 or not config.algo.skip_zero_advantage
     ]
@@ -132,22 +132,27 @@ def update(
         "grad_norm": grad_norm,
         "learning_rate": learning_rate,
         "frac_sequences_trained": len(chosen) / advantages_PG.numel(),
-        "num_tokens_trained": sum(sum(rollout.loss_mask) for rollout, _, _ in chosen),
+        "num_tokens_trained": sum(sum(item.rollout.loss_mask) for item in chosen),
     }
 
 
 def accumulate_gradients(
-    run: Run, items: Sequence[tuple[Rollout, float, float]], noise: NoiseDraw | None
+    run: Run, items: Sequence[Item], noise: NoiseDraw | None
 ) -> list[LossOutput]:
-    """Forward and backward over (rollout, advantage, token weight) items in packed microbatches."""
+    """Forward and backward over the items in packed microbatches; gradients start from zero."""
     config, policy = run.config, run.policy
     for _, parameter in policy.trainable_parameters():
         parameter.grad = torch.zeros_like(parameter)
     outputs = []
-    rollouts, advantages, weights = zip(*items, strict=True) if items else ((), (), ())
-    budget = config.train.max_tokens_per_microbatch
+    microbatches = pack(
+        items,
+        max_tokens=config.train.max_tokens_per_microbatch,
+        share_prompts=config.train.share_prompts,
+        hidden_size=policy.base.config.hidden_size,
+        device=policy.device,
+    )
     with policy.noise(noise):
-        for microbatch in pack(rollouts, advantages, weights, budget, policy.device):
+        for microbatch in microbatches:
             logprobs, entropy = policy.logprobs(microbatch, config.rollout.temperature)
             output = policy_loss(logprobs, entropy, microbatch, config.algo, config.correction)
             output.loss.backward()

@@ -6,6 +6,7 @@ that are only mapped and can be dropped) now, and the highest resident size so f
 A container's limit counts like a smaller machine.
 """
 
+import ctypes
 import shutil
 from pathlib import Path
 
@@ -21,6 +22,23 @@ _CGROUPS = (
     ),
 )
 """(limit, use) of the container, for version 2 and 1 of Linux's control groups."""
+
+
+M_MMAP_THRESHOLD = -3
+"""glibc's malloc.h"""
+MMAP_BYTES = 2**20
+
+
+def return_freed_memory() -> None:
+    """Make the C library give every freed tensor of 1 MiB or more back to the system; for training on the CPU.
+
+    glibc otherwise keeps such blocks in its heap, where the ones that backward still needs lie between free ones: an
+    update of SmolLM2 with 3,000 tokens peaked at 8.3 GiB instead of 4.5. The price is about 5 % of CPU time, for pages
+    are mapped anew. Nothing happens where the C library has no such setting (musl, macOS).
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:

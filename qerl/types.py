@@ -75,21 +75,33 @@ class Rollout:
 
 
 @dataclass(frozen=True)
+class Row:
+    """Tokens that may see each other: a prefix, and branches that each see the prefix and themselves, causally."""
+
+    prefix: int
+    """Tokens of the prefix"""
+    branches: tuple[int, ...] = ()
+    """Tokens of each branch, which follow the prefix one after the other"""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prefix + sum(self.branches)
+
+
+@dataclass(frozen=True)
 class Microbatch:
-    """Sequences laid end to end, without padding, and what the loss needs of each scored token."""
+    """Rows laid end to end, without padding, and what the loss needs of each scored token."""
 
     token_ids: Tensor
     """[T] int64"""
     position_ids: Tensor
-    """[T] int64, restarting at 0 for each sequence"""
-    sequence_lengths: tuple[int, ...]
-    """Prompt + completion tokens of each sequence; sums to T."""
+    """[T] int64: from 0 in each prefix, going on from its end in each branch"""
+    rows: tuple[Row, ...]
+    """What may see what; their tokens sum to T."""
     score_index: Tensor
     """[C] int64 into T: the position whose hidden state predicts the scored token."""
     target_ids: Tensor
     """[C] int64, the scored tokens"""
-    sequence_index: Tensor
-    """[C] int64, which of this microbatch's sequences a scored token belongs to"""
     rollout_logprobs: Tensor
     """[C] float32, behaviour log-probabilities"""
     advantages: Tensor

@@ -1,14 +1,16 @@
 """Small builders that several tests share."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from qerl.config import LoraConfig
+from qerl.model.packing import Item, pack
 from qerl.model.policy import Policy
 from qerl.quant.base_weights import BaseWeights
-from qerl.types import Rollout
+from qerl.types import Microbatch, Rollout
 
 
 def make_rollout(prompt: int, completion: int, *, seed: int = 0, vocab: int = 50, **changes) -> Rollout:
@@ -27,6 +29,22 @@ def make_rollout(prompt: int, completion: int, *, seed: int = 0, vocab: int = 50
         "version": 0,
     }
     return Rollout(**(values | changes))
+
+
+def pack_items(
+    rollouts: Sequence[Rollout],
+    advantages: Sequence[float] | None = None,
+    weights: Sequence[float] | None = None,
+    *,
+    budget: int = 10**6,
+    share: bool = False,
+) -> list[Microbatch]:
+    """`pack` on the CPU with advantages and weights of 1 unless given."""
+    ones = [1.0] * len(rollouts)
+    items = [Item(*values) for values in zip(rollouts, advantages or ones, weights or ones, strict=True)]
+    return list(
+        pack(items, max_tokens=budget, share_prompts=share, hidden_size=64, device=torch.device("cpu"))
+    )
 
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")

@@ -4,15 +4,13 @@ import itertools
 
 import pytest
 import torch
-from helpers import MODEL_TYPES, load_policy, randomize_adapter, save_model
+from helpers import MODEL_TYPES, load_policy, pack_items, randomize_adapter, save_model
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from qerl.engine.transformers_engine import TransformersEngine, sample_tokens
-from qerl.model.packing import pack
 from qerl.types import GenerationRequest, NoiseDraw, Sampling
 
-CPU = torch.device("cpu")
 REQUESTS = [
     GenerationRequest("a", tuple(range(40, 52)), (1, 2, 3)),
     GenerationRequest("b", tuple(range(70, 75)), (4, 5)),
@@ -26,8 +24,7 @@ def flat(groups):
 
 
 def trainer_logprobs(policy, rollouts, temperature):
-    n = len(rollouts)
-    (batch,) = pack(rollouts, [1.0] * n, [1.0] * n, 10**6, CPU)
+    (batch,) = pack_items(rollouts, share=True)
     with torch.no_grad():
         logprobs, _ = policy.logprobs(batch, temperature)
     return logprobs, batch.rollout_logprobs

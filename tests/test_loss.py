@@ -2,20 +2,14 @@ import math
 
 import pytest
 import torch
-from helpers import make_rollout
+from helpers import make_rollout, pack_items
 
 from qerl.algo.advantages import group_advantages
 from qerl.algo.loss import correction_weights, loss_metrics, policy_loss, sequence_weights
 from qerl.config import AlgoConfig, CorrectionConfig
 from qerl.model.logprobs import chunked_logprobs
-from qerl.model.packing import pack
 
-CPU = torch.device("cpu")
 LOSS_TYPES = ["grpo", "dapo", "dr_grpo"]
-
-
-def microbatch_of(rollouts, advantages, weights, budget=10**6):
-    return list(pack(rollouts, advantages, weights, budget, CPU))
 
 
 @pytest.mark.parametrize(
@@ -29,7 +23,7 @@ def test_worked_example(loss_type, expected):
     assert advantages == pytest.approx([1.15450, -0.57725, -0.57725, 0, 0, 0], abs=1e-5)
     rollouts = [make_rollout(3, n, seed=i) for i, n in enumerate(lengths)]
     weights = sequence_weights(lengths, loss_type, max_completion_length=8)
-    (batch,) = microbatch_of(rollouts, advantages, weights)
+    (batch,) = pack_items(rollouts, advantages, weights)
     logprobs = batch.rollout_logprobs.clone().requires_grad_()
     loss = policy_loss(
         logprobs, torch.zeros_like(logprobs), batch, AlgoConfig(), CorrectionConfig()
@@ -64,7 +58,7 @@ def batch_gradient(loss_type, budget, skip_zero):
     ]
     chosen, chosen_advantages, chosen_weights = zip(*items, strict=True)
     outputs = []
-    for batch in microbatch_of(chosen, chosen_advantages, chosen_weights, budget):
+    for batch in pack_items(chosen, chosen_advantages, chosen_weights, budget=budget):
         hidden = (table[batch.token_ids] @ matrix)[batch.score_index]
         logprobs, entropy = chunked_logprobs(hidden, head, batch.target_ids, 0.7)
         output = policy_loss(logprobs, entropy, batch, AlgoConfig(), CorrectionConfig())
@@ -92,7 +86,7 @@ def test_skipping_zero_advantages_is_exact(loss_type):
 
 def test_clipping_stops_the_gradient_outside_the_range():
     rollouts = [make_rollout(2, 1, seed=i) for i in range(4)]
-    (batch,) = microbatch_of(rollouts, [1.0, 1.0, -1.0, -1.0], [0.25] * 4)
+    (batch,) = pack_items(rollouts, [1.0, 1.0, -1.0, -1.0], [0.25] * 4)
     old = batch.rollout_logprobs
     # ratios: above 1.28, inside, below 0.8, inside; only the outside ones lose their gradient
     logprobs = (old + torch.tensor([1.5, 1.1, 0.7, 0.9]).log()).requires_grad_()
@@ -110,7 +104,7 @@ def test_correction_truncates_and_raw_statistics_do_not():
     assert correction_weights(log_ratio, CorrectionConfig()).tolist() == pytest.approx([1, 2, 0.5])
     assert correction_weights(log_ratio, CorrectionConfig(mode="off")).tolist() == [1, 1, 1]
     rollouts = [make_rollout(2, 3, seed=0)]
-    (batch,) = microbatch_of(rollouts, [1.0], [1 / 3])
+    (batch,) = pack_items(rollouts, [1.0], [1 / 3])
     logprobs = (batch.rollout_logprobs + log_ratio).requires_grad_()
     metrics = loss_metrics(
         [policy_loss(logprobs, torch.zeros(3), batch, AlgoConfig(), CorrectionConfig())]
@@ -124,7 +118,7 @@ def test_correction_truncates_and_raw_statistics_do_not():
 
 
 def test_the_correction_is_a_constant_of_the_loss():
-    (batch,) = microbatch_of([make_rollout(2, 2, seed=0)], [1.0], [0.5])
+    (batch,) = pack_items([make_rollout(2, 2, seed=0)], [1.0], [0.5])
     logprobs = (batch.rollout_logprobs + math.log(1.5)).requires_grad_()
     policy_loss(logprobs, torch.zeros(2), batch, AlgoConfig(), CorrectionConfig()).loss.backward()
     assert logprobs.grad.tolist() == pytest.approx([-0.5 * 1.5] * 2)

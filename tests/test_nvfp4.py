@@ -256,6 +256,17 @@ def brute_error(blocks: Tensor, scales: Tensor) -> Tensor:
     return distance.square().amin(-1).sum(-1)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_no_block_is_worse_with_mse_than_with_four_over_six(seed: int) -> None:
+    blocks = random_matrix(seed).unflatten(1, (-1, BLOCK_SIZE))
+    divisor = global_divisor(blocks.abs().max(), "mse")
+    errors = {
+        rounding: brute_error(blocks, choose_block_scales(blocks, divisor, rounding) / divisor)
+        for rounding in ("four_over_six", "mse")
+    }
+    assert torch.all(errors["mse"] <= errors["four_over_six"] * (1 + 1e-5))
+
+
 def test_sqnr_floors_and_their_order() -> None:
     reference = fixed_matrix(256, 512)
     floors = json.loads(FLOORS_FILE.read_text())

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import MODEL_TYPES, load_policy, make_rollout, randomize_adapter, save_model
+from helpers import MODEL_TYPES, load_policy, make_rollout, pack_items, randomize_adapter, save_model
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from torch import nn
@@ -12,11 +12,8 @@ from torch import nn
 from qerl.errors import UserError
 from qerl.model.frozen_linear import FrozenLinear
 from qerl.model.norm import RMSNorm
-from qerl.model.packing import pack
 from qerl.quant.packed import dequantize
 from qerl.types import NoiseDraw
-
-CPU = torch.device("cpu")
 
 
 def dense_reference(model: nn.Module, policy) -> nn.Module:
@@ -43,9 +40,8 @@ def sequence_logprobs(model: nn.Module, rollout, temperature: float) -> torch.Te
 ROLLOUTS = [make_rollout(p, c, seed=p, vocab=259) for p, c in ((5, 7), (11, 2), (3, 9), (1, 4))]
 
 
-def packed(rollouts=ROLLOUTS):
-    n = len(rollouts)
-    (batch,) = pack(rollouts, [1.0] * n, [1.0] * n, 10**6, CPU)
+def packed(rollouts=ROLLOUTS, share=False):
+    (batch,) = pack_items(rollouts, share=share)
     return batch
 
 
@@ -136,6 +132,28 @@ def test_packed_sequences_do_not_see_each_other(tmp_path):
     together, _ = policy.logprobs(packed(), 1.0)
     alone = torch.cat([policy.logprobs(packed([r]), 1.0)[0] for r in ROLLOUTS])
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+
+
+def test_sharing_a_prompt_changes_no_logprob_and_no_gradient_in_float64(tmp_path):
+    save_model(tmp_path / "model", "qwen3")
+    policy = load_policy(tmp_path / "model", dtype=torch.float64)
+    randomize_adapter(policy)
+    policy.peft_model.double()
+    groups = [make_rollout(9, 3 + g % 4, seed=g, vocab=259, prompt_ids=tuple(range(9))) for g in range(5)]
+    rollouts = [*groups, *ROLLOUTS]
+    results = []
+    for share in (False, True):
+        batch = packed(rollouts, share)
+        policy.peft_model.zero_grad()
+        logprobs, _ = policy.logprobs(batch, 0.7)
+        (logprobs @ torch.linspace(-1, 1, len(logprobs), dtype=torch.float64)).backward()
+        gradients = [p.grad.clone() for _, p in policy.trainable_parameters()]
+        results.append((len(batch.token_ids), logprobs.detach(), gradients))
+    (plain_tokens, plain, plain_gradients), (shared_tokens, shared, shared_gradients) = results
+    assert shared_tokens == plain_tokens - 4 * 9
+    torch.testing.assert_close(shared, plain, rtol=0, atol=1e-10)
+    for one, other in zip(shared_gradients, plain_gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
 
 
 def test_recomputation_changes_no_gradient(tmp_path):

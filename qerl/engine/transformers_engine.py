@@ -24,7 +24,7 @@ from qerl.engine.kv_cache import KVCache
 from qerl.model.attention import PackedLayout
 from qerl.model.logprobs import head_logits
 from qerl.model.policy import Policy
-from qerl.types import GenerationRequest, NoiseDraw, Rollout, Sampling
+from qerl.types import GenerationRequest, NoiseDraw, Rollout, Row, Sampling
 
 COMPACT_BELOW = 0.75
 """Ended rows are dropped when fewer than this share of the rows is still running: a copy of the cache, worth it then."""
@@ -171,7 +171,7 @@ class TransformersEngine:
         """Packed forward over the prompts; returns the cache and each prompt's last hidden state [P, H]."""
         device = self.policy.device
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        layout = PackedLayout.of(tuple(len(prompt) for prompt in prompts), device)
+        layout = PackedLayout.of([Row(len(prompt)) for prompt in prompts], device)
         num_layers = self.policy.base.config.num_hidden_layers
         cache = KVCache(num_layers, layout, lengths, num_new_tokens)
         tokens = torch.tensor([token for prompt in prompts for token in prompt], device=device)

@@ -1,10 +1,12 @@
-"""Causal attention for packed sequences and for decoding, behind transformers' attention interface.
+"""Causal attention for packed rows and for decoding, behind transformers' attention interface.
 
-Packed: [1, heads, T, head_dim] holds sequences end to end. They are laid out as right-padded rows [B, L], where plain
-causal attention is exact: a real token never sees a pad, which stands to its right, and what pads compute is dropped.
+Packed: [1, heads, T, head_dim] holds rows end to end. They are laid out right-padded, [B, L]. Where no row has several
+branches plain causal attention is exact: a real token never sees a pad, which stands to its right, and what pads
+compute is dropped. Branches that share a prefix need a mask.
 Decoding: one new token a row against that row's cache, with an explicit [B, 1, 1, L] mask.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from qerl.types import Row
 
 ATTENTION_NAME = "qerl_packed"
 """Name under which the function is registered; transformers builds no mask for names it does not know."""
@@ -28,22 +32,39 @@ class PackedLayout:
     """[T] int64: padded place of each packed token."""
     num_rows: int
     row_length: int
+    mask: Tensor | None
+    """[B, 1, L, L] bool, True where the query (third) may see the key (last); None: causal."""
 
     @staticmethod
-    def of(lengths: tuple[int, ...], device: torch.device) -> "PackedLayout":
-        """Layout of sequences of these lengths."""
-        row_length = max(lengths)
-        length = torch.tensor(lengths)
+    def of(rows: Sequence[Row], device: torch.device) -> "PackedLayout":
+        """Layout of these rows."""
+        lengths = torch.tensor([row.num_tokens for row in rows])
+        row_length = int(lengths.max())
         places = torch.arange(row_length)
-        is_token = places < length[:, None]
-        starts = length.cumsum(0) - length
+        is_token = places < lengths[:, None]
+        starts = lengths.cumsum(0) - lengths
         to_rows = torch.where(is_token, starts[:, None] + places, 0).flatten()
+        branched = any(len(row.branches) > 1 for row in rows)
         return PackedLayout(
             to_rows=to_rows.to(device),
             to_packed=is_token.flatten().nonzero()[:, 0].to(device),
-            num_rows=len(lengths),
+            num_rows=len(rows),
             row_length=row_length,
+            mask=_branch_mask(rows, row_length).to(device) if branched else None,
         )
+
+
+def _branch_mask(rows: Sequence[Row], row_length: int) -> Tensor:
+    """[B, 1, L, L]: causal, and between tokens of one branch or towards the prefix only (branch 0)."""
+    branch = torch.zeros(len(rows), row_length, dtype=torch.int64)
+    for index, row in enumerate(rows):
+        place = row.prefix
+        for number, length in enumerate(row.branches, start=1):
+            branch[index, place : place + length] = number
+            place += length
+    query, key = branch[:, :, None], branch[:, None, :]
+    causal = torch.ones(row_length, row_length, dtype=torch.bool).tril()
+    return (((query == key) | (key == 0)) & causal)[:, None]
 
 
 class _Pad(torch.autograd.Function):
@@ -107,8 +128,8 @@ def attention(
         query,
         key,
         value,
-        attn_mask=attention_mask,
-        is_causal=layout is not None,
+        attn_mask=attention_mask if layout is None else layout.mask,
+        is_causal=layout is not None and layout.mask is None,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )

@@ -1,8 +1,12 @@
-"""The frozen linear over packed weights, and the LoRA layer that sits on it.
+"""The frozen linear over packed weights, with the LoRA adapter computed in the same function.
 
-y = (x W'^T) * dequant_scale + bias, where W' = codes x block scales is exact in bf16 and dequant_scale is applied to
-the product in fp32, as the GEMM kernels of the engines do; so rollout and trainer differ only by accumulation order.
-The base is never trained: backward gives dX = (dY * dequant_scale) W' and expands W' again. Nothing dense is saved.
+    y = (x W'^T) * dequant_scale + bias + scaling * (x A^T) B^T
+
+W' = codes x block scales is exact in bf16; dequant_scale is a factor of the product (the GEMM's alpha), as in the
+engines' kernels, so rollout and trainer differ only by accumulation order. The base is never trained: backward gives
+dX = (dY W') * dequant_scale + ... and expands W' again. Saved are the packed weight, x, x A^T and the adapter in the
+activations' dtype: nothing dense, nothing in fp32. Scales and sums ride on GEMMs, so no pass over the wide activations
+is spent on them.
 
 PEFT accepts a subclass of nn.Linear with in/out_features, bias and a `weight`; the packed codes stand in for it as a
 non-persistent uint8 buffer, so PEFT can find the device but can neither cast, save nor merge it.
@@ -11,7 +15,6 @@ non-persistent uint8 buffer, so PEFT can find the device but can neither cast, s
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from peft.tuners.lora import Linear as PeftLoraLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -19,26 +22,50 @@ from torch.autograd.function import once_differentiable
 from qerl.quant.packed import PackedWeight
 
 
-def _scaled(product: Tensor, dequant_scale: Tensor | None) -> Tensor:
-    """product * dequant_scale, multiplied in at least fp32 and rounded once to the product's dtype."""
-    if dequant_scale is None:
-        return product
-    if product.dtype in (torch.float32, torch.float64):
-        return product * dequant_scale
-    return (product.float() * dequant_scale).to(product.dtype)
+def frozen_product(x: Tensor, weight: Tensor, scale: float, bias: Tensor | None) -> Tensor:
+    """scale * (x W^T) + bias; x [T, K], W [N, K] -> [T, N], one GEMM."""
+    start = x.new_empty(1) if bias is None else bias
+    return torch.addmm(start, x, weight.t(), beta=0 if bias is None else 1, alpha=scale)
 
 
-class _FrozenLinearFunction(torch.autograd.Function):
+class _FrozenLinear(torch.autograd.Function):
+    """x [T, K], packed W [N, K], bias [N], A [r, K], B [N, r] -> [T, N]; differentiable in x, A and B."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: PackedWeight) -> Tensor:
-        ctx.weight = weight
-        return _scaled(F.linear(x, weight.expand(x.dtype)), weight.dequant_scale)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: PackedWeight,
+        scale: float,
+        bias: Tensor | None,
+        a: Tensor | None,
+        b: Tensor | None,
+        scaling: float,
+    ) -> Tensor:
+        y = frozen_product(x, weight.expand(x.dtype), scale, bias)
+        ctx.weight, ctx.scale, ctx.scaling = weight, scale, scaling
+        if a is not None and b is not None:
+            down = x @ a.t()
+            y.addmm_(down, b.t(), alpha=scaling)
+            ctx.save_for_backward(x, down, a, b)
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None]:
-        weight = ctx.weight
-        return _scaled(grad_y, weight.dequant_scale) @ weight.expand(grad_y.dtype), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x = grad_a = grad_b = None
+        if ctx.needs_input_grad[0]:
+            expanded = ctx.weight.expand(grad.dtype)
+            grad_x = torch.addmm(grad.new_empty(1), grad, expanded, beta=0, alpha=ctx.scale)
+        saved = ctx.saved_tensors
+        if saved:
+            x, down, a, b = saved
+            grad_down = (grad @ b).mul_(ctx.scaling)
+            grad_a = grad_down.t() @ x
+            grad_b = (grad.t() @ down).mul_(ctx.scaling)
+            if grad_x is not None:
+                grad_x.addmm_(grad_down, a)
+        return grad_x, None, None, None, grad_a, grad_b, None
 
 
 class FrozenLinear(nn.Linear):
@@ -51,17 +78,25 @@ class FrozenLinear(nn.Linear):
         nn.Module.__init__(self)
         self.out_features, self.in_features = packed.shape
         self.packed = packed
+        self.scale = 1.0 if packed.dequant_scale is None else packed.dequant_scale.item()
         self.expanded: Tensor | None = None
         first = next(iter(packed.tensors().values()))
         self.register_buffer("weight", first.view(torch.uint8), persistent=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.expanded is not None and not torch.is_grad_enabled():
-            y = _scaled(F.linear(x, self.expanded), self.packed.dequant_scale)
+        return self.adapted(x, None, None, 1.0)
+
+    def adapted(self, x: Tensor, a: Tensor | None, b: Tensor | None, scaling: float) -> Tensor:
+        """The base's output plus scaling * (x A^T) B^T; x [..., K] -> [..., N]."""
+        flat = x.reshape(-1, self.in_features)
+        if self.expanded is None or torch.is_grad_enabled():
+            y = _FrozenLinear.apply(flat, self.packed, self.scale, self.bias, a, b, scaling)
         else:
-            y = _FrozenLinearFunction.apply(x, self.packed)
-        return y if self.bias is None else y + self.bias
+            y = frozen_product(flat, self.expanded, self.scale, self.bias)
+            if a is not None and b is not None:
+                y.addmm_(flat @ a.t(), b.t(), alpha=scaling)
+        return y.view(*x.shape[:-1], self.out_features)
 
 
 class LoraLinear(PeftLoraLinear):
@@ -71,13 +106,12 @@ class LoraLinear(PeftLoraLinear):
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        y = self.base_layer(x)
+        base: FrozenLinear = self.get_base_layer()
         if self.disable_adapters:
-            return y
-        for name in self.active_adapters:
-            a, b = self.lora_A[name].weight.to(x.dtype), self.lora_B[name].weight.to(x.dtype)
-            y = y + F.linear(F.linear(x, a), b) * self.scaling[name]
-        return y
+            return base(x)
+        (name,) = self.active_adapters
+        a, b = self.lora_A[name].weight.to(x.dtype), self.lora_B[name].weight.to(x.dtype)
+        return base.adapted(x, a, b, self.scaling[name])
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         raise ValueError(

@@ -1,75 +1,137 @@
-"""From rollouts to microbatches: sequences laid end to end under a token budget, no padding, masks from lengths.
+"""From rollouts to microbatches: rows laid end to end under a token budget, no padding, masks from lengths.
 
-The last token of a sequence is scored but never fed: its hidden state would predict a token nobody sampled.
+A row is a prompt followed by the completions that share it. The prompt of a group is then processed once and not G
+times; each completion sees the prompt and itself, and positions go on from the prompt's end in each of them. Sharing
+costs attention (a row's tokens are compared with all of the row), so a completion joins a row only while that is less
+than what repeating the prompt would cost.
+
+The last token of a completion is scored but never fed: its hidden state would predict a token nobody sampled.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from qerl.types import Microbatch, Rollout
+from qerl.types import Microbatch, Rollout, Row
+
+
+@dataclass(frozen=True)
+class Item:
+    """A rollout and what its tokens count."""
+
+    rollout: Rollout
+    advantage: float
+    token_weight: float
+
+    @property
+    def num_fed(self) -> int:
+        """Completion tokens that go through the model."""
+        return len(self.rollout.completion_ids) - 1
+
+
+@dataclass
+class _Group:
+    """A row while it grows."""
+
+    items: list[Item]
+    num_tokens: int
+
+    def joins(self, item: Item, hidden_size: int) -> bool:
+        """Whether sharing the row's prompt is cheaper than repeating it, in FLOPs of one layer.
+
+        Repeating P prompt tokens costs about 24 P H^2 in the linears; letting c more tokens attend to and be seen by a
+        row of L tokens costs 2 L c pairs of 4 H.
+        """
+        prompt_ids = self.items[0].rollout.prompt_ids
+        if item.rollout.prompt_ids != prompt_ids:
+            return False
+        return self.num_tokens * item.num_fed <= 3 * hidden_size * len(prompt_ids)
+
+
+@dataclass
+class _Columns:
+    """A microbatch's columns while they grow."""
+
+    token_ids: list[int] = field(default_factory=list)
+    position_ids: list[int] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    score_index: list[int] = field(default_factory=list)
+    target_ids: list[int] = field(default_factory=list)
+    rollout_logprobs: list[float] = field(default_factory=list)
+    advantages: list[float] = field(default_factory=list)
+    token_weights: list[float] = field(default_factory=list)
+
+    def add_row(self, items: Sequence[Item]) -> None:
+        prompt_ids = items[0].rollout.prompt_ids
+        self.token_ids.extend(prompt_ids)
+        self.position_ids.extend(range(len(prompt_ids)))
+        last_of_prompt = len(self.token_ids) - 1
+        for item in items:
+            self._add_completion(item, last_of_prompt, len(prompt_ids))
+        self.rows.append(Row(len(prompt_ids), tuple(item.num_fed for item in items)))
+
+    def _add_completion(self, item: Item, last_of_prompt: int, first_position: int) -> None:
+        rollout, start = item.rollout, len(self.token_ids)
+        self.token_ids.extend(rollout.completion_ids[:-1])
+        self.position_ids.extend(range(first_position, first_position + item.num_fed))
+        scored = [t for t, is_policy_token in enumerate(rollout.loss_mask) if is_policy_token]
+        # Token t is predicted by the token before it: the prompt's last one, then the completion's own.
+        self.score_index.extend(start + t - 1 if t else last_of_prompt for t in scored)
+        self.target_ids.extend(rollout.completion_ids[t] for t in scored)
+        self.rollout_logprobs.extend(rollout.logprobs[t] for t in scored)
+        self.advantages.extend([item.advantage] * len(scored))
+        self.token_weights.extend([item.token_weight] * len(scored))
+
+    def microbatch(self, device: torch.device) -> Microbatch:
+        def ints(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        def floats(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)
+
+        return Microbatch(
+            token_ids=ints(self.token_ids),
+            position_ids=ints(self.position_ids),
+            rows=tuple(self.rows),
+            score_index=ints(self.score_index),
+            target_ids=ints(self.target_ids),
+            rollout_logprobs=floats(self.rollout_logprobs),
+            advantages=floats(self.advantages),
+            token_weights=floats(self.token_weights),
+        )
 
 
 def pack(
-    rollouts: Sequence[Rollout],
-    advantages: Sequence[float],
-    token_weights: Sequence[float],
-    max_tokens: int,
-    device: torch.device,
+    items: Sequence[Item], *, max_tokens: int, share_prompts: bool, hidden_size: int, device: torch.device
 ) -> Iterator[Microbatch]:
-    """Cut sequences, in order, into microbatches of at most `max_tokens` tokens; a longer one goes alone.
+    """Cut items, in order, into microbatches of at most `max_tokens` tokens; a longer completion goes alone.
 
-    `advantages` and `token_weights` have one value a rollout. A rollout without a trained token is left out.
+    Completions of one prompt share it if they follow each other, `share_prompts` is set and it pays (`hidden_size` is
+    the model's). An item without a trained token is left out. Nothing is yielded for no items.
     """
-    chosen: list[int] = []
-    num_tokens = 0
-    for index, rollout in enumerate(rollouts):
-        if not any(rollout.loss_mask):
+    groups: list[_Group] = []
+    for item in items:
+        if not any(item.rollout.loss_mask):
             continue
-        length = len(rollout.prompt_ids) + len(rollout.completion_ids) - 1
-        if chosen and num_tokens + length > max_tokens:
-            yield _microbatch([(rollouts[i], advantages[i], token_weights[i]) for i in chosen], device)
-            chosen, num_tokens = [], 0
-        chosen.append(index)
-        num_tokens += length
-    if chosen:
-        yield _microbatch([(rollouts[i], advantages[i], token_weights[i]) for i in chosen], device)
+        total = sum(group.num_tokens for group in groups)
+        joins = bool(groups) and share_prompts and groups[-1].joins(item, hidden_size)
+        added = item.num_fed + (0 if joins else len(item.rollout.prompt_ids))
+        if groups and total + added > max_tokens:
+            yield _build(groups, device)
+            groups, joins = [], False
+        if joins:
+            groups[-1].items.append(item)
+            groups[-1].num_tokens += added
+        else:
+            groups.append(_Group([item], len(item.rollout.prompt_ids) + item.num_fed))
+    if groups:
+        yield _build(groups, device)
 
 
-def _microbatch(items: list[tuple[Rollout, float, float]], device: torch.device) -> Microbatch:
-    tokens, positions, lengths = [], [], []
-    score, targets, sequence, behaviour, advantage, weight = [], [], [], [], [], []
-    start = 0
-    for index, (rollout, rollout_advantage, token_weight) in enumerate(items):
-        ids = rollout.prompt_ids + rollout.completion_ids
-        first = len(rollout.prompt_ids) - 1
-        scored = [t for t, is_policy_token in enumerate(rollout.loss_mask) if is_policy_token]
-        tokens.extend(ids[:-1])
-        positions.extend(range(len(ids) - 1))
-        lengths.append(len(ids) - 1)
-        score.extend(start + first + t for t in scored)
-        targets.extend(rollout.completion_ids[t] for t in scored)
-        sequence.extend([index] * len(scored))
-        behaviour.extend(rollout.logprobs[t] for t in scored)
-        advantage.extend([rollout_advantage] * len(scored))
-        weight.extend([token_weight] * len(scored))
-        start += len(ids) - 1
-
-    def ints(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
-    def floats(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
-
-    return Microbatch(
-        token_ids=ints(tokens),
-        position_ids=ints(positions),
-        sequence_lengths=tuple(lengths),
-        score_index=ints(score),
-        target_ids=ints(targets),
-        sequence_index=ints(sequence),
-        rollout_logprobs=floats(behaviour),
-        advantages=floats(advantage),
-        token_weights=floats(weight),
-    )
+def _build(groups: Sequence[_Group], device: torch.device) -> Microbatch:
+    columns = _Columns()
+    for group in groups:
+        columns.add_row(group.items)
+    return columns.microbatch(device)

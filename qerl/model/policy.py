@@ -111,7 +111,7 @@ class Policy:
 
     def logprobs(self, batch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
         """[C] log-probabilities of the scored tokens, differentiable in the adapter, and [C] entropies."""
-        layout = PackedLayout.of(batch.sequence_lengths, self.device)
+        layout = PackedLayout.of(batch.rows, self.device)
         hidden = self.decoder(
             input_ids=batch.token_ids[None],
             position_ids=batch.position_ids[None],

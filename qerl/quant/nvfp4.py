@@ -182,7 +182,7 @@ def choose_block_scales(blocks: Tensor, divisor: Tensor, rounding: Rounding) -> 
     if rounding == "four_over_six":
         candidates = [_round_to_e4m3(ideal * 1.5)]
     else:
-        first = nearest.to(torch.float8_e4m3fn).view(torch.uint8).int()
+        first = ideal.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8).int()
         steps = [(first + step).clamp(1, _E4M3_MAX_BYTE) for step in _MSE_SEARCH_STEPS]
         candidates = [step.to(torch.uint8).view(torch.float8_e4m3fn).float() for step in steps]
     best, least_error = nearest, _squared_error(blocks, nearest / divisor)
@@ -254,10 +254,12 @@ def _amax(members: list[Tensor]) -> Tensor:
 @cache
 def _pair_table(dtype: torch.dtype, device: torch.device) -> Tensor:
     """[128 * 256] of `_PAIR_DTYPE`: entry 256 * s + c is both values of code byte c times E4M3 byte s."""
-    values = torch.tensor(E2M1_VALUES, dtype=torch.float64)
-    byte = torch.arange(256)
+    # On the CPU whatever the default device is: the result is kept.
+    values = torch.tensor(E2M1_VALUES, dtype=torch.float64, device="cpu")
+    byte = torch.arange(256, device="cpu")
     pairs = torch.stack([values[byte & 15], values[byte >> 4]], dim=-1)
-    scales = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    scale_bytes = torch.arange(128, dtype=torch.uint8, device="cpu")
+    scales = scale_bytes.view(torch.float8_e4m3fn).double()
     table = (scales[:, None, None] * pairs).to(dtype)
     packed = (
         torch.view_as_complex(table) if dtype == torch.float64 else table.view(_PAIR_DTYPE[dtype])

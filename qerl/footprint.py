@@ -1,0 +1,245 @@
+"""How many bytes a run takes, counted from shapes before anything is allocated.
+
+Let N x K be the linears of the decoder, V x H the embedding, L the layers, I the intermediate size, Q and KV the widths
+of all query and of all key heads, r the LoRA rank, n the adapter's parameters, c the bytes of the compute dtype.
+
+always    base, packed   nvfp4: N K / 2 + N K / 16 + 4 a fused matrix; nf4: N K / 2 + N K / 64 + 4 a block of 16,384 + 4 a
+                         matrix; bf16: 2 N K
+          rest of base   embeddings, head (once if tied) and biases in the compute dtype, norms in fp32
+          adapter        4 n masters + 4 n gradients
+          optimizer      8 n (adamw), or 2 n + 8 a block of 256 (adamw_8bit; fp32 below 4096 elements)
+          runtime        Python and its libraries, or the CUDA context: measured constants
+rollout   KV cache       rows x (prompt + completion) x L x 2 KV x c
+          sampling       rows x V x 4 bytes x 5 (logits, scaled, log-softmax, probabilities, their running sum)
+          expanded base  CPU only: every linear in the compute dtype for the length of a phase, N K x c
+update    activations    tokens x L x (c (2 H + 3 Q + 2 KV + 4 I + 7 r) + 8 H): what autograd keeps of a layer (inputs of the
+                         linears, q, k, v and attention's output, the MLP's factors; norms' inputs in fp32).
+                         With recomputation: c H a layer, and one layer's whole set.
+          logits chunk   5/2 fp32 copies of at most 128 MiB
+          one layer      the largest matrix dense, and the gradients that flow through one layer
+both      fp32 head      V H x 4, on the CPU in bf16 only: the head's products are in fp32
+
+The phases never overlap, so the peak is always + the larger of the two. Packed and adapter bytes are exact; the sum was
+0-20 % above what SmolLM2's peak was on the CPU, with `memory.return_freed_memory` (without it: up to half of it).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from qerl.config import Config
+from qerl.model.logprobs import CHUNK_BYTES
+from qerl.quant.layout import EMBEDDING, FusedLinear, Layout, is_norm
+
+GIB = 2**30
+RUNTIME_BYTES = {"cpu": int(0.35 * GIB), "cuda": int(0.6 * GIB)}
+"""Before any tensor: Python with torch, transformers, PEFT and bitsandbytes; a CUDA context and cuBLAS' workspace."""
+NF4_BLOCK, NF4_DOUBLE_BLOCK = 64, 64 * 256
+BNB_BLOCK, BNB_MIN_8BIT = 256, 4096
+
+Phase = Literal["always", "rollout", "update"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing that takes memory."""
+
+    name: str
+    num_bytes: int
+    phase: Phase
+    """When it is there; rollout and update alternate."""
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Widths of one decoder layer, read off its matrices."""
+
+    num_layers: int
+    hidden: int
+    query: int
+    key: int
+    intermediate: int
+    vocab: int
+
+
+def dims_of(layout: Layout) -> Dims:
+    """The layer's widths; all layers of the supported families are alike."""
+    rows = {
+        member.removeprefix("model.layers.0."): num_rows
+        for fused in layout.linears
+        for member, num_rows in zip(fused.members, fused.member_rows, strict=True)
+    }
+    vocab, hidden = layout.dense[EMBEDDING]
+    num_layers = sum("self_attn.q_proj" in member for f in layout.linears for member in f.members)
+    query, key = rows["self_attn.q_proj"], rows["self_attn.k_proj"]
+    return Dims(num_layers, hidden, query, key, rows["mlp.up_proj"], vocab)
+
+
+def num_parameters(layout: Layout) -> int:
+    """Parameters of the model, a tied head counted once."""
+    return sum(fused.num_weights for fused in layout.linears) + sum(
+        math.prod(shape) for shape in layout.dense.values()
+    )
+
+
+def packed_bytes(layout: Layout, quant: str) -> int:
+    """Bytes of all packed linears: exactly what `BaseWeights` holds."""
+    return sum(_packed_matrix_bytes(fused, quant) for fused in layout.linears)
+
+
+def dense_bytes(layout: Layout, dtype: torch.dtype) -> int:
+    """Bytes of embeddings, head, biases (compute dtype) and norms (fp32)."""
+    return sum(
+        math.prod(shape) * (4 if is_norm(name) else dtype.itemsize)
+        for name, shape in layout.dense.items()
+    )
+
+
+def adapter_shapes(layout: Layout, config: Config) -> list[tuple[int, int]]:
+    """Shapes of all LoRA matrices: A [r, K] and B [N, r] of each targeted linear."""
+    rank, targets = config.lora.lora_r, config.lora.lora_target_modules
+    shapes = []
+    for fused in layout.linears:
+        for member, num_rows in zip(fused.members, fused.member_rows, strict=True):
+            if targets == ("all-linear",) or member.rpartition(".")[2] in targets:
+                shapes += [(rank, fused.num_columns), (num_rows, rank)]
+    return shapes
+
+
+def optimizer_bytes(shapes: list[tuple[int, int]], optim: str) -> int:
+    """Bytes of both moments."""
+    total = 0
+    for shape in shapes:
+        numel = math.prod(shape)
+        if optim == "adamw" or numel < BNB_MIN_8BIT:
+            total += 8 * numel
+        else:
+            total += 2 * numel + 8 * -(-numel // BNB_BLOCK)
+    return total
+
+
+def recomputes(config: Config, device_type: str) -> bool:
+    """Whether backward recomputes layers: as asked, else on CUDA."""
+    asked = config.train.gradient_checkpointing
+    return device_type == "cuda" if asked is None else asked
+
+
+def num_rows(config: Config) -> int:
+    """Most completions decoded at once, in training or evaluation."""
+    train = config.rollout.prompts_per_step * config.rollout.num_generations
+    held_out = config.log.eval_size * config.log.eval_num_generations
+    return min(max(train, held_out), config.rollout.max_batch_size)
+
+
+def microbatch_tokens(config: Config, longest_prompt: int) -> int:
+    """Most packed tokens in one forward: the budget, but no less than one sequence and no more than the batch."""
+    longest = longest_prompt + config.rollout.max_completion_length
+    batch = longest * config.rollout.prompts_per_step * config.rollout.num_generations
+    return min(max(config.train.max_tokens_per_microbatch, longest), batch)
+
+
+def footprint(
+    config: Config, layout: Layout, device_type: str, dtype: torch.dtype, longest_prompt: int
+) -> tuple[Part, ...]:
+    """Everything that takes memory in a run, with prompts of at most `longest_prompt` tokens."""
+    shapes = adapter_shapes(layout, config)
+    num_adapter = sum(math.prod(shape) for shape in shapes)
+    always = {
+        f"base, packed ({config.quant})": packed_bytes(layout, config.quant),
+        "embeddings, head, norms": dense_bytes(layout, dtype),
+        "adapter and gradients": 8 * num_adapter,
+        f"optimizer ({config.train.optim})": optimizer_bytes(shapes, config.train.optim),
+        "runtime": RUNTIME_BYTES[device_type],
+    }
+    return (
+        *(Part(name, num_bytes, "always") for name, num_bytes in always.items()),
+        *_rollout_parts(config, layout, device_type, dtype, longest_prompt),
+        *_update_parts(config, layout, device_type, dtype, longest_prompt),
+    )
+
+
+def peak_bytes(parts: tuple[Part, ...]) -> int:
+    """What is always there and the larger of the two phases."""
+    return phase_bytes(parts, "always") + max(
+        phase_bytes(parts, "rollout"), phase_bytes(parts, "update")
+    )
+
+
+def phase_bytes(parts: tuple[Part, ...], phase: Phase) -> int:
+    """Sum of a phase's own parts."""
+    return sum(part.num_bytes for part in parts if part.phase == phase)
+
+
+def _rollout_parts(
+    config: Config, layout: Layout, device_type: str, dtype: torch.dtype, longest_prompt: int
+) -> list[Part]:
+    dims, rows = dims_of(layout), num_rows(config)
+    tokens = rows * (longest_prompt + config.rollout.max_completion_length)
+    parts = [
+        Part("KV cache", tokens * dims.num_layers * 2 * dims.key * dtype.itemsize, "rollout"),
+        Part("sampling", rows * dims.vocab * 4 * 5, "rollout"),
+        *_head_copy(dims, device_type, dtype, "rollout"),
+    ]
+    if device_type == "cpu":
+        parts.append(Part("base held expanded", _expanded_bytes(config, layout, dtype), "rollout"))
+    else:
+        parts.append(
+            Part("largest matrix, dense", _largest_matrix(layout) * dtype.itemsize, "rollout")
+        )
+    return parts
+
+
+def _update_parts(
+    config: Config, layout: Layout, device_type: str, dtype: torch.dtype, longest_prompt: int
+) -> list[Part]:
+    dims, c = dims_of(layout), dtype.itemsize
+    tokens = microbatch_tokens(config, longest_prompt)
+    widths = 2 * dims.hidden + 3 * dims.query + 2 * dims.key + 4 * dims.intermediate
+    of_layer = c * (widths + 7 * config.lora.lora_r) + 8 * dims.hidden
+    if recomputes(config, device_type):
+        kept = tokens * (dims.num_layers * c * dims.hidden + of_layer)
+    else:
+        kept = tokens * dims.num_layers * of_layer
+    scored = tokens * config.rollout.max_completion_length
+    scored //= longest_prompt + config.rollout.max_completion_length
+    chunk = min(CHUNK_BYTES, scored * dims.vocab * 4)
+    flowing = tokens * c * (3 * dims.intermediate + 2 * dims.hidden)
+    return [
+        Part("activations", kept, "update"),
+        Part("logits chunk", 5 * chunk // 2, "update"),
+        *_head_copy(dims, device_type, dtype, "update"),
+        Part("one layer, dense", _largest_matrix(layout) * c + flowing, "update"),
+    ]
+
+
+def _head_copy(dims: Dims, device_type: str, dtype: torch.dtype, phase: Phase) -> list[Part]:
+    if device_type != "cpu" or dtype == torch.float32:
+        return []
+    return [Part("head in fp32", dims.vocab * dims.hidden * 4, phase)]
+
+
+def _expanded_bytes(config: Config, layout: Layout, dtype: torch.dtype) -> int:
+    """bf16 in bf16 is its own expansion."""
+    if config.quant == "bf16" and dtype == torch.bfloat16:
+        return 0
+    return sum(fused.num_weights for fused in layout.linears) * dtype.itemsize
+
+
+def _largest_matrix(layout: Layout) -> int:
+    return max(rows * fused.num_columns for fused in layout.linears for rows in fused.member_rows)
+
+
+def _packed_matrix_bytes(fused: FusedLinear, quant: str) -> int:
+    match quant:
+        case "nvfp4":
+            return fused.num_weights // 2 + fused.num_weights // 16 + 4
+        case "nf4":
+            weights = [rows * fused.num_columns for rows in fused.member_rows]
+            return sum(
+                -(-w // 2) + -(-w // NF4_BLOCK) + 4 * -(-w // NF4_DOUBLE_BLOCK) + 4 for w in weights
+            )
+        case "bf16":
+            return 2 * fused.num_weights
+    raise ValueError(f"unknown format {quant!r}")
