@@ -161,6 +161,7 @@ def test_nf4_is_what_transformers_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("format", FORMATS)
 def test_moving_to_cuda_and_back_changes_nothing(format: str) -> None:
     weight = pack(format)

@@ -346,6 +346,7 @@ def numbers(line: str) -> list[float]:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_cuda_packs_and_expands_the_same_bits() -> None:
     reference = random_matrix(5)
     for rounding in ROUNDINGS:
