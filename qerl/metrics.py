@@ -28,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qerl.errors import UserError
+from qerl.failures import phase
 
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions"
@@ -123,23 +124,27 @@ def truncate_after(run_dir: Path, step: int) -> None:
 
 
 class PhaseTimer:
-    """Adds up the seconds spent in named phases: `with timer("rollout"): ...`. Wall-clock of this process."""
+    """Adds up the seconds spent in named phases: `with timer("rollout"): ...`. Wall-clock of this process.
+
+    What is raised in a phase becomes a RunError that names it.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
+    def __call__(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with phase(name):
+                yield
         finally:
             elapsed = time.perf_counter() - start
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + elapsed
+            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
 
     def metrics(self) -> dict[str, float]:
         """`time/PHASE_s` of each phase."""
-        return {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
+        return {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
 
 
 def progress_line(
@@ -152,8 +157,8 @@ def progress_line(
             parts.append(f"{name} {metrics[key]:.3f}")
     if (speed := metrics.get("throughput/rollout_tokens_per_s")) is not None:
         parts.append(f"{speed:,.0f} tok/s")
-    phases = [(phase, metrics.get(f"time/{phase}_s")) for phase in PHASES]
-    if times := [f"{phase} {seconds:.1f}s" for phase, seconds in phases if seconds is not None]:
+    phases = [(name, metrics.get(f"time/{name}_s")) for name in PHASES]
+    if times := [f"{name} {seconds:.1f}s" for name, seconds in phases if seconds is not None]:
         parts.append(" ".join(times))
     if (memory := metrics.get("memory/peak_gib")) is not None:
         parts.append(f"{memory:.2f} GiB")
@@ -244,6 +249,7 @@ class _Wandb:
     def __init__(self, run_dir: Path, config: dict[str, Any]):
         try:
             import wandb
+            from wandb.errors import Error as WandbError
         except ImportError as error:
             raise UserError("report_to=wandb needs a package: pip install wandb") from error
         id_file = run_dir / WANDB_ID
@@ -258,7 +264,7 @@ class _Wandb:
                 dir=str(run_dir),
                 config=config,
             )
-        except wandb.errors.Error as error:
+        except WandbError as error:
             raise UserError(
                 f"wandb does not start: {error}. Run `wandb login`, or set WANDB_MODE=offline"
             ) from error

@@ -43,7 +43,7 @@ def make_optimizer(params: Sequence[tuple[str, Parameter]], config: TrainConfig)
     if config.optim == "adamw":
         return torch.optim.AdamW(tensors, **settings)
     try:
-        from bitsandbytes.optim import AdamW8bit
+        from bitsandbytes.optim.adamw import AdamW8bit
     except ImportError as error:
         raise UserError(
             "optim=adamw_8bit needs bitsandbytes: pip install bitsandbytes, or use --optim adamw"
@@ -83,10 +83,10 @@ def clip_gradients(params: Iterable[Parameter], max_norm: float) -> float:
     Parameters without a gradient are skipped (norm 0 if none has one). A norm that is not finite is returned and the
     gradients stay as they are: what to do then is the caller's decision.
     """
-    with_gradient = [parameter for parameter in params if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm([parameter.grad.float() for parameter in with_gradient])
+    pairs = [(parameter, parameter.grad) for parameter in params if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm([gradient.float() for _, gradient in pairs])
     if bool(torch.isfinite(norm)):
-        torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_([parameter for parameter, _ in pairs], max_norm, norm)
     return norm.item()
 
 
@@ -163,6 +163,11 @@ def _on_device(name: str, values: dict[str, Any], parameter: Parameter) -> dict[
 def _restore_code_books(
     optimizer: Optimizer, parameters: Sequence[Parameter], tensors: dict[str, Tensor]
 ) -> None:
+    if not _QMAPS.keys() & tensors.keys():
+        return
+    from bitsandbytes.optim.adamw import AdamW8bit
+
+    assert isinstance(optimizer, AdamW8bit)
     for key in _QMAPS.keys() & tensors.keys():
         code_book = tensors[key].to(parameters[0].device, copy=True)
         optimizer.name2qmap[_QMAPS[key]] = code_book
