@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from qerl.cache import cache_root
 from qerl.config import Config
 from qerl.engine.base import Engine
 from qerl.engine.transformers_engine import TransformersEngine
 from qerl.errors import UserError
-from qerl.model.policy import Policy
+from qerl.model.policy import Policy, check_adapter
 from qerl.model.source import ModelSource
-from qerl.quant.base_weights import BaseWeights
+from qerl.quant.base_weights import BaseWeights, check_source
 from qerl.tasks import Task, load_task
 from qerl.tasks.prompts import EncodedProblems, encode_problems
 from qerl.tasks.rewards import RewardSpec, resolve_rewards
@@ -46,7 +46,9 @@ def load_tokenizer(source: ModelSource, trust_remote_code: bool) -> PreTrainedTo
         return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         first_line = str(error).splitlines()[0]
-        raise UserError(f"{source.folder}: no tokenizer can be read there ({first_line})") from error
+        raise UserError(
+            f"{source.folder}: no tokenizer can be read there ({first_line})"
+        ) from error
 
 
 def eos_token_ids(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -60,7 +62,9 @@ def eos_token_ids(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> tu
     if tokenizer.eos_token_id is not None:
         ids.append(tokenizer.eos_token_id)
     if not ids:
-        raise UserError(f"{source.folder}: neither the generation config nor the tokenizer names an end token")
+        raise UserError(
+            f"{source.folder}: neither the generation config nor the tokenizer names an end token"
+        )
     return tuple(dict.fromkeys(ids))
 
 
@@ -109,8 +113,6 @@ def build_policy(
         device=device,
         cache_dir=cache_root(),
     )
-    longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
-    _check_lengths(base, longest)
     policy = Policy(base, config.lora, model_name=source.name, seed=config.seed)
     recompute = config.train.gradient_checkpointing
     if recompute or (recompute is None and device.type == "cuda"):
@@ -118,11 +120,34 @@ def build_policy(
     return policy
 
 
-def _check_lengths(base: BaseWeights, longest: int) -> None:
-    config = base.config.to_dict()
-    slides = "sliding_attention" in config.get("layer_types", ["sliding_attention"])
-    window = config.get("sliding_window") if slides else None
-    limit = min(base.config.max_position_embeddings, window or longest)
+def check_model(config: Config, source: ModelSource) -> None:
+    """All that can be found wrong with model and adapter settings before a weight is read. Raises UserError."""
+    model_config, layout = check_source(source.folder, config.quant)
+    _check_lengths(config, model_config)
+    linears = [member for fused in layout.linears for member in fused.members]
+    _check_targets(config.lora.lora_target_modules, linears)
+    if config.lora.init_adapter is not None:
+        check_adapter(Path(config.lora.init_adapter), config.lora)
+
+
+def _check_targets(targets: Sequence[str], linears: Sequence[str]) -> None:
+    """Every name must mean at least one linear: PEFT is content when one of several does."""
+    for target in targets:
+        if target != "all-linear" and not any(
+            f".{name}".endswith(f".{target}") for name in linears
+        ):
+            leaves = dict.fromkeys(name.rpartition(".")[2] for name in linears)
+            raise UserError(
+                f"lora_target_modules: no linear is called {target!r}; there are {', '.join(leaves)}, or all-linear"
+            )
+
+
+def _check_lengths(config: Config, model_config: PreTrainedConfig) -> None:
+    longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
+    values = model_config.to_dict()
+    slides = "sliding_attention" in values.get("layer_types", ["sliding_attention"])
+    window = values.get("sliding_window") if slides else None
+    limit = min(model_config.max_position_embeddings, window or longest)
     if longest > limit:
         raise UserError(
             f"max_prompt_length + max_completion_length = {longest} is more than the model's "
@@ -155,8 +180,11 @@ class Inference:
     sampling: Sampling
 
 
-def open_inference(config: Config, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Inference:
+def open_inference(
+    config: Config, source: ModelSource, tokenizer: PreTrainedTokenizerBase
+) -> Inference:
     """Policy and engine for evaluation and sampling."""
+    check_model(config, source)
     device = resolve_device(config)
     policy = build_policy(config, source, device, resolve_dtype(config, device))
     sampling = build_sampling(config, eos_token_ids(source, tokenizer))

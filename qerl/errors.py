@@ -6,8 +6,9 @@ class UserError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A failure inside a run. `phase` is one of setup, rollout, reward, update, sync, eval, checkpoint."""
+    """A failure inside a run. `phase` is one of setup, sync, rollout, reward, update, eval, checkpoint, report."""
 
     def __init__(self, phase: str, message: str):
         super().__init__(f"{phase}: {message}")
         self.phase = phase
+        self.message = message

@@ -53,23 +53,35 @@ def generate(
 
 def score(pool: RewardPool, batch: Batch) -> list[RewardResult]:
     """Run every reward function on every group of the batch, in worker processes."""
-    calls = []
-    for index, group, texts in zip(batch.indices, batch.rollouts, batch.texts, strict=True):
-        problem = batch.encoded.problems[index]
-        n = len(group)
-        conversational = batch.encoded.conversational[index]
-        completions = [[{"role": "assistant", "content": text}] if conversational else text for text in texts]
-        columns = {name: [value] * n for name, value in problem.columns.items()}
-        calls.append(
-            RewardCall(
-                problem_id=problem.id,
-                prompts=[problem.prompt] * n,
-                completions=completions,
-                completion_ids=[list(r.completion_ids) for r in group],
-                columns={"answer": [problem.answer] * n, **columns},
-            )
-        )
-    return pool.score(calls)
+    groups = zip(batch.indices, batch.rollouts, batch.texts, strict=True)
+    return pool.score(
+        [
+            reward_call(batch.encoded, index, texts, [list(r.completion_ids) for r in group])
+            for index, group, texts in groups
+        ]
+    )
+
+
+def reward_call(
+    encoded: EncodedProblems, index: int, texts: Sequence[str], completion_ids: list[list[int]]
+) -> RewardCall:
+    """What reward functions see of completions of problem `index`."""
+    problem = encoded.problems[index]
+    n = len(texts)
+    if encoded.conversational[index]:
+        completions = [[{"role": "assistant", "content": text}] for text in texts]
+    else:
+        completions = list(texts)
+    return RewardCall(
+        problem_id=problem.id,
+        prompts=[problem.prompt] * n,
+        completions=completions,
+        completion_ids=completion_ids,
+        columns={
+            "answer": [problem.answer] * n,
+            **{name: [value] * n for name, value in problem.columns.items()},
+        },
+    )
 
 
 def completion_rows(

@@ -8,7 +8,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -23,6 +23,7 @@ from qerl.build import (
     build_engine,
     build_policy,
     build_sampling,
+    check_model,
     eos_token_ids,
     load_tokenizer,
     resolve_device,
@@ -33,12 +34,14 @@ from qerl.checkpoint import CheckpointInfo, load_checkpoint, save_checkpoint
 from qerl.config import Config
 from qerl.engine.base import Engine
 from qerl.evaluation import Evaluation
+from qerl.failures import failure_log, phase
 from qerl.memory import memory_metrics
 from qerl.metrics import MetricsWriter, progress_line, say
 from qerl.model.policy import Policy
 from qerl.model.source import ModelSource, resolve_model
 from qerl.optim import load_optimizer_tensors, make_optimizer, optimizer_tensors
-from qerl.run_folder import open_run
+from qerl.reward_trial import try_rewards
+from qerl.run_folder import RunState, open_run
 from qerl.seeding import derive_seed
 from qerl.tasks.pool import RewardPool
 from qerl.types import Sampling
@@ -114,16 +117,19 @@ class Run:
         """Checkpoint after `step` updates; a whole one of that step is left as it is."""
         names = [name for name, _ in self.policy.trainable_parameters()]
         tensors, optimizer_state = optimizer_tensors(self.optimizer, names)
-        adapter_bytes = sum(p.numel() * p.element_size() for _, p in self.policy.trainable_parameters())
-        save_checkpoint(
-            self.run_dir,
-            step,
-            write_adapter=self.policy.save_adapter,
-            adapter_bytes=adapter_bytes,
-            optimizer_tensors=tensors,
-            state={"step": step, "optimizer": optimizer_state},
-            save_total_limit=self.config.log.save_total_limit,
+        adapter_bytes = sum(
+            p.numel() * p.element_size() for _, p in self.policy.trainable_parameters()
         )
+        with phase("checkpoint"):
+            save_checkpoint(
+                self.run_dir,
+                step,
+                write_adapter=self.policy.save_adapter,
+                adapter_bytes=adapter_bytes,
+                optimizer_tensors=tensors,
+                state={"step": step, "optimizer": optimizer_state},
+                save_total_limit=self.config.log.save_total_limit,
+            )
 
     def restore(self, info: CheckpointInfo) -> None:
         """Put adapter and optimizer back as they were."""
@@ -154,6 +160,7 @@ def prepare(config: Config) -> Preparation:
     """Resolve device, model files, tokenizer and data. Raises UserError for whatever is wrong with them."""
     device = resolve_device(config)
     source = resolve_model(config.model, config.revision)
+    check_model(config, source)
     tokenizer = load_tokenizer(source, config.trust_remote_code)
     data = build_data(config, tokenizer)
     return Preparation(
@@ -173,9 +180,12 @@ def prepare(config: Config) -> Preparation:
 def open_training_run(prepared: Preparation) -> Iterator[Run]:
     """Open or continue the run's folder, build policy and engine, restore the checkpoint; close all at the end.
 
+    Raises UserError for what the user can mend, and RunError, with the traceback in RUN/error.log, for all else.
     Ctrl-C and SIGTERM ask the loop to save and return; a second one stops at once.
     """
-    config = prepared.config
+    config, data = prepared.config, prepared.data
+    for note in try_rewards(data.train, data.rewards, prepared.tokenizer, config.reward):
+        say(f"note: {note}")
     state = open_run(
         prepared.run_dir,
         config.model_dump(mode="json"),
@@ -184,46 +194,52 @@ def open_training_run(prepared: Preparation) -> Iterator[Run]:
     )
     for note in state.notes:
         say(f"note: {note}")
-    first_step = state.checkpoint.step if state.checkpoint else 0
-    with state.lock:
-        policy = build_policy(config, prepared.source, prepared.device, prepared.dtype)
-        parameters = policy.trainable_parameters()
-        writer = MetricsWriter(
-            prepared.run_dir,
-            resume_step=first_step if state.checkpoint else None,
-            report_to=config.log.report_to,
-            config=config.model_dump(mode="json"),
-        )
-        pool = RewardPool(
+    with state.lock, failure_log(prepared.run_dir), ExitStack() as closing:
+        with phase("setup"):
+            run = _build_run(prepared, state, closing)
+        with _stop_on_signal(run), phase("report"):  # what is no other phase's
+            yield run
+
+
+def _build_run(prepared: Preparation, state: RunState, closing: ExitStack) -> Run:
+    """Everything in memory, what can refuse first; `closing` closes it at the end."""
+    config, checkpoint = prepared.config, state.checkpoint
+    writer = MetricsWriter(
+        prepared.run_dir,
+        resume_step=checkpoint.step if checkpoint else None,
+        report_to=config.log.report_to,
+        config=config.model_dump(mode="json"),
+    )
+    closing.callback(writer.close)
+    pool = closing.enter_context(
+        RewardPool(
             prepared.data.rewards,
             num_workers=config.reward.reward_workers,
             timeout_s=config.reward.reward_timeout_s,
             log_path=prepared.run_dir / "rewards.log",
         )
-        run = Run(
-            config=config,
-            run_dir=prepared.run_dir,
-            tokenizer=prepared.tokenizer,
-            data=prepared.data,
-            sampling=prepared.sampling,
-            policy=policy,
-            engine=build_engine(config, policy),
-            optimizer=make_optimizer(parameters, config.train),
-            pool=pool,
-            writer=writer,
-            num_steps=prepared.num_steps,
-            first_step=first_step,
-        )
-        if state.checkpoint:
-            run.restore(state.checkpoint)
-            say(f"continuing {run.run_dir} after step {first_step} of {run.num_steps}")
-        try:
-            with _stop_on_signal(run):
-                yield run
-        finally:
-            run.engine.close()
-            pool.close()
-            writer.close()
+    )
+    policy = build_policy(config, prepared.source, prepared.device, prepared.dtype)
+    engine = build_engine(config, policy)
+    closing.callback(engine.close)
+    run = Run(
+        config=config,
+        run_dir=prepared.run_dir,
+        tokenizer=prepared.tokenizer,
+        data=prepared.data,
+        sampling=prepared.sampling,
+        policy=policy,
+        engine=engine,
+        optimizer=make_optimizer(policy.trainable_parameters(), config.train),
+        pool=pool,
+        writer=writer,
+        num_steps=prepared.num_steps,
+        first_step=checkpoint.step if checkpoint else 0,
+    )
+    if checkpoint:
+        run.restore(checkpoint)
+        say(f"continuing {run.run_dir} after step {run.first_step} of {run.num_steps}")
+    return run
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.utils import load_peft_weights
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -41,7 +42,9 @@ def build_decoder(base: BaseWeights, model_name: str) -> nn.Module:
     embedding = nn.Parameter(base.tensors["model.embed_tokens.weight"], requires_grad=False)
     device, dtype = embedding.device, embedding.dtype
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register())
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=register()
+        )
     for name, module in list(model.named_modules()):
         parent, _, leaf = name.rpartition(".")
         owner = model.get_submodule(parent)
@@ -74,18 +77,41 @@ def _peft_config(config: LoraConfig, model_name: str) -> PeftLoraConfig:
     return peft_config
 
 
+def check_adapter(folder: Path, lora: LoraConfig) -> None:
+    """Raise UserError unless `folder` holds a PEFT LoRA adapter of this rank and scale; its weights are not read."""
+    if not (folder / "adapter_config.json").is_file():  # PEFT would ask the hub
+        raise UserError(
+            f"{folder}: no adapter there (no adapter_config.json); a run's is RUN/adapter"
+        )
+    try:
+        saved = PeftLoraConfig.from_pretrained(str(folder))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{folder}: not a PEFT LoRA adapter ({error})") from error
+    wanted = {"r": lora.lora_r, "lora_alpha": lora.lora_alpha, "use_rslora": lora.use_rslora}
+    for field, value in wanted.items():
+        there = vars(saved)[field]
+        if there != value:
+            raise UserError(
+                f"{folder}: its {field} is {there}, the run's is {value}; make them equal"
+            )
+
+
 class Policy:
     """The model that is trained. State: the adapter's parameters; everything else is the base's."""
 
     def __init__(self, base: BaseWeights, lora: LoraConfig, *, model_name: str, seed: int):
-        self.base = base
+        self.base, self.lora = base, lora
         self.causal_model = build_decoder(base, model_name)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed("adapter", seed))
             try:
-                self.peft_model: PeftModel = get_peft_model(self.causal_model, _peft_config(lora, model_name))
+                self.peft_model: PeftModel = get_peft_model(
+                    self.causal_model, _peft_config(lora, model_name)
+                )
             except ValueError as error:
-                raise UserError(f"lora_target_modules={','.join(lora.lora_target_modules)}: {error}") from error
+                raise UserError(
+                    f"lora_target_modules={','.join(lora.lora_target_modules)}: {error}"
+                ) from error
         self.peft_model.train()
         self.decoder = self.causal_model.model
         self.head: Tensor = self.causal_model.lm_head.weight
@@ -122,7 +148,9 @@ class Policy:
 
     def enable_recomputation(self) -> None:
         """Keep only each layer's input in forward and recompute the rest in backward."""
-        self.causal_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.causal_model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
 
     @contextmanager
     def noise(self, draw: NoiseDraw | None) -> Iterator[None]:
@@ -130,7 +158,9 @@ class Policy:
         if draw is None:
             yield
             return
-        clean = {name: module.weight.detach().clone() for name, module in self.noise_modules.items()}
+        clean = {
+            name: module.weight.detach().clone() for name, module in self.noise_modules.items()
+        }
         try:
             for name, module in self.noise_modules.items():
                 module.weight.data.add_(draw_noise(draw, name, module.weight.shape).to(self.device))
@@ -158,17 +188,11 @@ class Policy:
 
     def load_adapter(self, folder: Path) -> None:
         """Copy a saved adapter into this one. Raises UserError when shapes, rank or targets differ."""
+        check_adapter(folder, self.lora)
         try:
-            saved = PeftLoraConfig.from_pretrained(str(folder))
             weights = load_peft_weights(str(folder), device="cpu")
-        except (OSError, ValueError) as error:
-            raise UserError(f"{folder}: not a PEFT adapter ({error})") from error
-        own = self.peft_model.peft_config[ADAPTER]
-        for field in ("r", "lora_alpha", "use_rslora"):
-            if getattr(saved, field) != getattr(own, field):
-                raise UserError(
-                    f"{folder}: its {field} is {getattr(saved, field)}, the run's is {getattr(own, field)}; make them equal"
-                )
+        except (OSError, ValueError, SafetensorError) as error:
+            raise UserError(f"{folder}: the adapter's weights cannot be read ({error})") from error
         try:
             outcome = set_peft_model_state_dict(self.peft_model, weights, adapter_name=ADAPTER)
         except RuntimeError as error:
@@ -176,4 +200,6 @@ class Policy:
         missing = [key for key in outcome.missing_keys if "lora_" in key]
         if missing or outcome.unexpected_keys:
             unexpected = list(outcome.unexpected_keys)
-            raise UserError(f"{folder}: other target modules: missing {missing[:2]}, unexpected {unexpected[:2]}")
+            raise UserError(
+                f"{folder}: other target modules: missing {missing[:2]}, unexpected {unexpected[:2]}"
+            )

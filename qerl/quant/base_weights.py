@@ -75,10 +75,7 @@ class BaseWeights:
         checkpoint = Checkpoint(Path(folder))
         device = torch.device(device)
         if checkpoint.quantization is not None:
-            if format != "nvfp4":
-                raise UserError(
-                    f"{folder}: already quantized; quant={format} needs the unquantized model, or use --quant nvfp4"
-                )
+            _check_packed(checkpoint, format)
             return cls._read_packed(checkpoint, None, dtype, device)
         if format == "nvfp4" and cache_dir is not None:
             cached, report = cached_checkpoint(
@@ -119,7 +116,6 @@ class BaseWeights:
         device: torch.device,
     ) -> Self:
         """Read an NVFP4 checkpoint. `cached` is the report of packing it, when we did."""
-        check_quantization(checkpoint)
         config = checkpoint.load_config()
         layout = build_layout(config)
         check_columns(checkpoint, layout)
@@ -164,6 +160,32 @@ class BaseWeights:
             for field, tensor in weight.tensors().items()
         ]
         return sorted([*packed, *self.tensors.items()], key=lambda item: item[0])
+
+
+def check_source(folder: Path, format: str) -> tuple[PreTrainedConfig, Layout]:
+    """All that config and headers can show to be wrong with a checkpoint, before a weight is read.
+
+    Returns the model's config and layout. Raises UserError as `BaseWeights.load` does.
+    """
+    checkpoint = Checkpoint(Path(folder))
+    is_packed = checkpoint.quantization is not None
+    if is_packed:
+        _check_packed(checkpoint, format)
+    config = checkpoint.load_config()
+    layout = build_layout(config)
+    check_tensors(checkpoint, layout, packed=is_packed)
+    if format == "nvfp4":
+        check_columns(checkpoint, layout)
+    return config, layout
+
+
+def _check_packed(checkpoint: Checkpoint, format: str) -> None:
+    """A checkpoint that is quantized already must be NVFP4 that we read, and NVFP4 must be wanted."""
+    check_quantization(checkpoint)
+    if format != "nvfp4":
+        raise UserError(
+            f"{checkpoint.folder}: already quantized; quant={format} needs the unquantized model, or use --quant nvfp4"
+        )
 
 
 def _read_dense(
