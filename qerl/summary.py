@@ -1,4 +1,4 @@
-"""What a training run says at its end: accuracy before and after, answers before and after, where everything is."""
+"""What a training run says at its start and at its end: a whole prompt; accuracy and answers before and after."""
 
 from typing import Any
 
@@ -6,9 +6,16 @@ import pyarrow.parquet as pq
 
 from qerl.metrics import COMPLETIONS, format_completions, read_metrics, say
 from qerl.report_plot import plot_learning_curve
-from qerl.run import Run
+from qerl.run import Preparation, Run
 
 SAMPLES_SHOWN = 3
+
+
+def introduce(prepared: Preparation) -> None:
+    """Print what the user should know before the first step, with one whole prompt as the model will see it."""
+    for note in prepared.data.notes:
+        say(f"note: {note}")
+    say(f"first prompt:\n{prepared.tokenizer.decode(prepared.data.train.prompt_ids[0])}\n")
 
 
 def summarize(run: Run) -> None:

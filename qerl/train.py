@@ -23,11 +23,24 @@ def main(argv: list[str] | None = None) -> int:
         description="Train a LoRA adapter with reinforcement learning on one GPU, or on a CPU.",
         extra_flags=(DRY_RUN,),
     )
+    from qerl.metrics import say
+    from qerl.plan import plan_for, plan_of
+    from qerl.planning import check_plan, format_plan
+
+    if options.dry_run:
+        plan = plan_for(config)
+        say(format_plan(plan))
+        check_plan(plan)
+        return 0
     from qerl.loop import train
     from qerl.run import open_training_run, prepare
-    from qerl.summary import summarize
+    from qerl.summary import introduce, summarize
 
     preparation = prepare(config)
+    plan = plan_of(preparation)
+    say(format_plan(plan))
+    check_plan(plan)
+    introduce(preparation)
     with open_training_run(preparation) as run:
         train(run)
         summarize(run)
