@@ -8,7 +8,7 @@ import sys
 import pyarrow.parquet as pq
 import pytest
 
-from qerl.errors import UserError
+from qerl.errors import RunError, UserError
 from qerl.metrics import (
     MetricsWriter,
     PhaseTimer,
@@ -114,7 +114,7 @@ def test_phase_timer_adds_up_and_counts_a_phase_that_raises():
     with timer("rollout"):
         pass
     first = timer.seconds["rollout"]
-    with pytest.raises(KeyError), timer("rollout"):
+    with pytest.raises(RunError, match="rollout: KeyError"), timer("rollout"):
         raise KeyError
     assert timer.seconds["rollout"] > first > 0
     assert timer.metrics() == {"time/rollout_s": timer.seconds["rollout"]}
@@ -193,7 +193,7 @@ def test_trackers_are_not_imported_unless_asked_for(tmp_path):
     program = (
         "import sys; from pathlib import Path; from qerl.metrics import MetricsWriter\n"
         f"MetricsWriter(Path({json.dumps(str(tmp_path))}), resume_step=None).log(1, {{'a': 1.0}})\n"
-        "print({'wandb', 'tensorboard', 'torch'} & sys.modules.keys())"
+        "print({'wandb', 'tensorboard'} & sys.modules.keys())"
     )
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
