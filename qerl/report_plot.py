@@ -72,17 +72,10 @@ def _draw_reward(axis: Axes, points: Points) -> None:
 
 def _draw_accuracy(axis: Axes, points: Points) -> None:
     axis.plot(*zip(*points, strict=True), color=ORANGE, linewidth=2, marker="o", markersize=4)
-    for side, shift, (step, value) in (("left", 6, points[0]), ("right", 0, points[-1])):
-        axis.annotate(
-            f"{value:.2f}",
-            (step, value),
-            xytext=(shift, -13 if value > 0.1 else 7),
-            textcoords="offset points",
-            ha=side,
-            fontsize=8,
-            color=ORANGE,
-        )
     axis.set_ylim(0, 1)
+    axis.set_title(
+        f"{points[0][1]:.2f} → {points[-1][1]:.2f}", fontsize=10, loc="right", color=ORANGE
+    )
 
 
 def _draw_sigma(axis: Axes, points: Points) -> None:
