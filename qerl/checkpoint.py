@@ -193,7 +193,7 @@ def check_disk_space(folder: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed_bytes + FREE_RESERVE_BYTES:
         raise UserError(
-            f"not enough disk space for a checkpoint in {folder}: {needed_bytes / GIB:.2f} GiB and "
+            f"not enough disk space for {folder}: {needed_bytes / GIB:.2f} GiB for checkpoints and "
             f"{FREE_RESERVE_BYTES / GIB:.2f} GiB in reserve are needed, {free / GIB:.2f} GiB is free; "
             "make room or choose another --run-dir"
         )

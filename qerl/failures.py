@@ -36,7 +36,8 @@ def phase(name: str) -> Iterator[None]:
         hint = LESS_MEMORY.get(name, "close what else uses the memory")
         raise RunError(name, f"out of memory; {hint}, then give the same command again") from error
     except Exception as error:
-        raise RunError(name, f"{type(error).__name__}: {error}") from error
+        text = "".join(traceback.format_exception_only(error)).strip()
+        raise RunError(name, text) from error
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from qerl.checkpoint import check_disk_space
 from qerl.config import Config
 from qerl.errors import UserError
 from qerl.footprint import (
@@ -79,8 +80,10 @@ class Plan:
     step_s: float
     """Rough, at full lengths."""
     run_dir: Path
-    disk_bytes: int
-    """Checkpoints, the adapter's copy, the packed cache."""
+    checkpoint_bytes: int
+    """All that are kept, one more while it is written, and the adapter's copy."""
+    cache_bytes: int
+    """The packed base, in the cache's folder."""
 
 
 def make_plan(
@@ -105,7 +108,6 @@ def make_plan(
     shapes = adapter_shapes(layout, config)
     num_adapter = sum(math.prod(shape) for shape in shapes)
     saved = 4 * num_adapter + optimizer_bytes(shapes, config.train.optim)
-    cache = packed_bytes(layout, config.quant) if config.quant == "nvfp4" else 0
     budget_gib, budget_reason = _budget(config, device)
     smallest = _with_least_memory(config)
     return Plan(
@@ -125,12 +127,15 @@ def make_plan(
         longest_prompt=longest_prompt,
         step_s=estimate_step_s(config, layout, device.type, dtype, longest_prompt, speed),
         run_dir=run_dir,
-        disk_bytes=(config.log.save_total_limit + 1) * saved + 4 * num_adapter + cache,
+        checkpoint_bytes=(config.log.save_total_limit + 1) * saved + 4 * num_adapter,
+        cache_bytes=packed_bytes(layout, config.quant) if config.quant == "nvfp4" else 0,
     )
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise UserError if the run needs more memory than there is: what to lower, and the least that would do."""
+    """Raise UserError if the run needs more disk or memory than there is: what to lower, the least that would do."""
+    if not plan.run_dir.exists():  # a run that continues has most of it already
+        check_disk_space(plan.run_dir, plan.checkpoint_bytes)
     need = peak_bytes(plan.parts) / GIB
     if need <= plan.budget_gib:
         return
@@ -171,8 +176,8 @@ def format_plan(plan: Plan) -> str:
         *(("", f"  {part.num_bytes / GIB:9.3f}  {_phase(part)}{part.name}") for part in plan.parts),
         (
             "disk",
-            f"{plan.disk_bytes / GIB:.2f} GiB for checkpoints and cache"
-            f"; {free_disk_gib(plan.run_dir):.1f} GiB free at {plan.run_dir}",
+            f"{plan.checkpoint_bytes / GIB:.2f} GiB for checkpoints; {free_disk_gib(plan.run_dir):.1f} GiB free at "
+            f"{plan.run_dir}; {plan.cache_bytes / GIB:.2f} GiB for the cache of the packed base",
         ),
         (
             "steps",

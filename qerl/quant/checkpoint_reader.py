@@ -19,6 +19,7 @@ from qerl.quant.layout import find_family
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
+_OTHER_FORMATS = ("*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.npz")
 
 
 class Checkpoint:
@@ -121,11 +122,18 @@ def find_weight_files(folder: Path) -> tuple[Path, ...]:
         return tuple(folder / name for name in names)
     if (folder / SINGLE_FILE).is_file():
         return (folder / SINGLE_FILE,)
-    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    pickles, others = (
+        sorted(path.name for pattern in patterns for path in folder.glob(pattern))
+        for patterns in (_PICKLES, _OTHER_FORMATS)
+    )
     if pickles:
         raise UserError(
             f"{folder}: only pickled weights ({pickles[0]}), which run code when they are read; "
             "convert them to safetensors with save_pretrained"
+        )
+    if others:
+        raise UserError(
+            f"{folder}: only {others[0]}, a format that qerl does not read; give the safetensors of this model"
         )
     raise UserError(f"{folder}: no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
 
