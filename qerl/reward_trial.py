@@ -36,7 +36,8 @@ def try_rewards(
     what it printed stays in a temporary file, which the message names.
     """
     text = problems.problems[0].answer or ""
-    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    # A completion is never without tokens: an empty text still has its end token.
+    token_ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
     call = reward_call(problems, 0, [text] * NUM_SAMPLES, [token_ids] * NUM_SAMPLES)
     descriptor, name = tempfile.mkstemp(prefix="qerl-rewards-", suffix=".log")
     os.close(descriptor)

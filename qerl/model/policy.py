@@ -112,7 +112,9 @@ class Policy:
                 raise UserError(
                     f"lora_target_modules={','.join(lora.lora_target_modules)}: {error}"
                 ) from error
-        self.peft_model.train()
+        # transformers recomputes layers, and drops caches, in training mode only; nothing else depends on the mode.
+        self.peft_model.eval()
+        self.recomputes = False
         self.decoder = self.causal_model.model
         self.head: Tensor = self.causal_model.lm_head.weight
         self.device, self.dtype = self.head.device, self.head.dtype
@@ -138,12 +140,14 @@ class Policy:
     def logprobs(self, batch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
         """[C] log-probabilities of the scored tokens, differentiable in the adapter, and [C] entropies."""
         layout = PackedLayout.of(batch.rows, self.device)
+        self.decoder.train(self.recomputes and torch.is_grad_enabled())
         hidden = self.decoder(
             input_ids=batch.token_ids[None],
             position_ids=batch.position_ids[None],
             use_cache=False,
             layout=layout,
         ).last_hidden_state[0]
+        self.decoder.eval()
         return chunked_logprobs(hidden[batch.score_index], self.head, batch.target_ids, temperature)
 
     def enable_recomputation(self) -> None:

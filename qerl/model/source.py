@@ -14,7 +14,7 @@ from qerl.model.tiny import build_tiny
 from qerl.model.wheel import require_gguf, resolve_wheel
 from qerl.presets import nearest_model_names
 
-TINY_FOLDER = "tiny-1"
+TINY_FOLDER = "tiny-2"
 """Named by the version of `build_tiny`'s output, so that a change of it is not hidden by the cache."""
 
 

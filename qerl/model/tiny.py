@@ -7,7 +7,7 @@ finds a sequence's end by comparing with the padding token is caught.
 
 The weights depend on nothing but this file: each parameter is drawn from its own seeded generator, and the global
 random state is not touched. Linears have variance 1/fan_in and norms differ from 1, so that an error in either shows
-in the logits; they are stored as bfloat16, as real checkpoints are.
+in the logits; embeddings are large enough for the logits to become peaked, so the model can learn. Stored as bfloat16.
 """
 
 from pathlib import Path
@@ -55,6 +55,8 @@ def build_tiny(folder: Path) -> None:
             value = 1 + 0.1 * normal
         elif parameter.ndim == 2 and "embed" not in name:
             value = normal * parameter.shape[1] ** -0.5
+        elif "embed" in name:
+            value = 0.2 * normal
         else:
             value = 0.05 * normal
         weights[name] = value.to(torch.bfloat16)
