@@ -19,6 +19,7 @@ from peft.tuners.lora import Linear as PeftLoraLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from qerl.kernels import expand
 from qerl.quant.packed import PackedWeight
 
 
@@ -42,7 +43,7 @@ class _FrozenLinear(torch.autograd.Function):
         b: Tensor | None,
         scaling: float,
     ) -> Tensor:
-        y = frozen_product(x, weight.expand(x.dtype), scale, bias)
+        y = frozen_product(x, expand(weight, x.dtype), scale, bias)
         ctx.weight, ctx.scale, ctx.scaling = weight, scale, scaling
         if a is not None and b is not None:
             down = x @ a.t()
@@ -55,7 +56,7 @@ class _FrozenLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x = grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            expanded = ctx.weight.expand(grad.dtype)
+            expanded = expand(ctx.weight, grad.dtype)
             grad_x = torch.addmm(grad.new_empty(1), grad, expanded, beta=0, alpha=ctx.scale)
         saved = ctx.saved_tensors
         if saved:
