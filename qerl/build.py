@@ -13,6 +13,8 @@ from qerl.config import Config
 from qerl.engine.base import Engine
 from qerl.engine.transformers_engine import TransformersEngine
 from qerl.errors import UserError
+from qerl.footprint import num_rows
+from qerl.metrics import say
 from qerl.model.policy import Policy, check_adapter
 from qerl.model.source import ModelSource
 from qerl.quant.base_weights import BaseWeights, check_source
@@ -98,13 +100,21 @@ def build_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> Data:
             f"{len(train.problems)} training problems are fewer than prompts_per_step="
             f"{config.rollout.prompts_per_step}; lower it or give more data"
         )
-    return Data(task, train, test, rewards, tuple(dict.fromkeys((*task.notes, *train.notes))))
+    held_out = test.notes if test else ()
+    notes = [
+        *task.notes,
+        *train.notes,
+        *(f"held out: {n}" for n in held_out if n not in train.notes),
+    ]
+    return Data(task, train, test, rewards, tuple(dict.fromkeys(notes)))
 
 
 def build_policy(
     config: Config, source: ModelSource, device: torch.device, dtype: torch.dtype
 ) -> Policy:
     """Pack the base (or read its cache) and put the adapter on it."""
+    if device.type == "cpu":
+        return_freed_memory()
     base = BaseWeights.load(
         source.folder,
         format=config.quant,
@@ -157,7 +167,20 @@ def _check_lengths(config: Config, model_config: PreTrainedConfig) -> None:
 
 def build_engine(config: Config, policy: Policy) -> Engine:
     """The engine that the config names."""
-    return TransformersEngine(policy, config.rollout.max_batch_size)
+    if config.engine == "transformers":
+        return TransformersEngine(policy, config.rollout.max_batch_size)
+    # Not at the top: only this engine needs PEFT's and vLLM's machinery around it.
+    from qerl.engine.vllm_engine import VllmEngine, VllmOptions
+
+    rollout = config.rollout
+    options = VllmOptions(
+        max_model_len=rollout.max_prompt_length + rollout.max_completion_length,
+        max_num_seqs=num_rows(config),
+    )
+    engine = VllmEngine(policy, options)
+    for line in engine.holdings.lines():
+        say(line)
+    return engine
 
 
 def build_sampling(config: Config, eos: tuple[int, ...]) -> Sampling:

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
@@ -52,7 +53,7 @@ class Checkpoint:
         """transformers' config, without `quantization_config`: it describes the model, not the files."""
         try:
             config = AutoConfig.from_pretrained(self.folder)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
             raise UserError(f"{self.folder / 'config.json'}: {error}") from error
         vars(config).pop("quantization_config", None)
         return config
