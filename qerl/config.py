@@ -110,7 +110,7 @@ class RolloutConfig(Section):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; the trainer scores logits / temperature too."""
     max_batch_size: Positive = 128
-    """Most completions decoded at once by the transformers engine."""
+    """Most completions decoded at once."""
 
 
 class AlgoConfig(Section):
@@ -250,8 +250,8 @@ class Config(Section):
     """Format of the frozen base: nvfp4, nf4 (alias qlora: bitsandbytes, double quantization), bf16 (alias lora: as it is)."""
     rounding: Literal["nearest", "mse", "four_over_six"] = "four_over_six"
     """How weights are rounded to NVFP4 (docs/nvfp4.md)."""
-    engine: Literal["transformers"] = "transformers"
-    """What samples completions: transformers (on the trainer's own tensors, anywhere)."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """What samples completions, on the trainer's own tensors: transformers (anywhere) or vllm (docs/vllm.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA if there is a GPU."""
     dtype: Annotated[

@@ -213,7 +213,6 @@ EXPLAINED: dict[str, str] = {
 }
 
 VALUES: dict[tuple[str, str], str] = {
-    ("engine", "vllm"): "not built yet",
     ("engine", "sglang"): "not built",
     ("quant", "fp8"): "not built yet",
     ("quant", "fp4"): "called nvfp4 here",
