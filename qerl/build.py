@@ -15,8 +15,6 @@ from qerl.engine.transformers_engine import TransformersEngine
 from qerl.errors import UserError
 from qerl.footprint import num_rows
 from qerl.metrics import say
-from qerl.footprint import num_rows
-from qerl.metrics import say
 from qerl.model.policy import Policy, check_adapter
 from qerl.model.source import ModelSource
 from qerl.quant.base_weights import BaseWeights, check_source
@@ -170,20 +168,7 @@ def _check_lengths(config: Config, model_config: PreTrainedConfig) -> None:
 def build_engine(config: Config, policy: Policy) -> Engine:
     """The engine that the config names."""
     if config.engine == "transformers":
-        if config.engine == "transformers":
         return TransformersEngine(policy, config.rollout.max_batch_size)
-    from qerl.engine.vllm_engine import VllmEngine, VllmOptions
-
-    rollout = config.rollout
-    options = VllmOptions(
-        max_model_len=rollout.max_prompt_length + rollout.max_completion_length,
-        max_num_seqs=num_rows(config),
-    )
-    engine = VllmEngine(policy, options)
-    for line in engine.holdings.lines():
-        say(line)
-    return engine
-    # Not at the top: only this engine needs PEFT's and vLLM's machinery around it.
     from qerl.engine.vllm_engine import VllmEngine, VllmOptions
 
     rollout = config.rollout
