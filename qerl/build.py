@@ -14,6 +14,7 @@ from qerl.engine.base import Engine
 from qerl.engine.transformers_engine import TransformersEngine
 from qerl.errors import UserError
 from qerl.footprint import num_rows
+from qerl.memory import return_freed_memory
 from qerl.metrics import say
 from qerl.model.policy import Policy, check_adapter
 from qerl.model.source import ModelSource
