@@ -27,5 +27,5 @@ _LLAMA_LIKE = Family(
     noise_norms=("input_layernorm", "post_attention_layernorm"),
 )
 
-FAMILIES: dict[str, Family] = {name: _LLAMA_LIKE for name in ("llama", "mistral", "qwen2", "qwen3")}
+FAMILIES: dict[str, Family] = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA_LIKE)
 """Keyed by `model_type` of the model's config.json."""

@@ -123,7 +123,9 @@ def update(
     parameters = [parameter for _, parameter in run.policy.trainable_parameters()]
     grad_norm = clip_gradients(parameters, config.train.max_grad_norm)
     if not math.isfinite(grad_norm):
-        raise RunError("update", f"the gradient norm of step {step} is {grad_norm}; lower the learning rate")
+        raise RunError(
+            "update", f"the gradient norm of step {step} is {grad_norm}; lower the learning rate"
+        )
     learning_rate = learning_rate_at(step, run.num_steps, config.train)
     set_learning_rate(run.optimizer, learning_rate)
     run.optimizer.step()

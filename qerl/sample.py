@@ -51,7 +51,13 @@ def main(argv: list[str] | None = None) -> int:
     if options.greedy:
         sampling = replace(sampling, temperature=0.0)
     batch = generate(
-        inference.engine, tokenizer, encoded, [0], sampling, int(options.count), ("sample", config.seed)
+        inference.engine,
+        tokenizer,
+        encoded,
+        [0],
+        sampling,
+        int(options.count),
+        ("sample", config.seed),
     )
     for text in batch.texts[0]:
         say(text)

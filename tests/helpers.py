@@ -13,7 +13,9 @@ from qerl.quant.base_weights import BaseWeights
 from qerl.types import Microbatch, Rollout
 
 
-def make_rollout(prompt: int, completion: int, *, seed: int = 0, vocab: int = 50, **changes) -> Rollout:
+def make_rollout(
+    prompt: int, completion: int, *, seed: int = 0, vocab: int = 50, **changes
+) -> Rollout:
     """A rollout of random tokens with these lengths."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocab, (prompt + completion,), generator=generator).tolist()
@@ -41,9 +43,17 @@ def pack_items(
 ) -> list[Microbatch]:
     """`pack` on the CPU with advantages and weights of 1 unless given."""
     ones = [1.0] * len(rollouts)
-    items = [Item(*values) for values in zip(rollouts, advantages or ones, weights or ones, strict=True)]
+    items = [
+        Item(*values) for values in zip(rollouts, advantages or ones, weights or ones, strict=True)
+    ]
     return list(
-        pack(items, max_tokens=budget, share_prompts=share, hidden_size=64, device=torch.device("cpu"))
+        pack(
+            items,
+            max_tokens=budget,
+            share_prompts=share,
+            hidden_size=64,
+            device=torch.device("cpu"),
+        )
     )
 
 

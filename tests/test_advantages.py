@@ -10,7 +10,9 @@ NAN = math.nan
 
 def test_group_scaling_is_the_unbiased_z_score():
     rewards = torch.tensor([[1.0, 0.0, 0.0, 3.0], [2.0, 2.0, 4.0, 0.0]])
-    expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + STD_EPSILON)
+    expected = (rewards - rewards.mean(1, keepdim=True)) / (
+        rewards.std(1, keepdim=True) + STD_EPSILON
+    )
     torch.testing.assert_close(group_advantages(rewards, "group"), expected)
 
 

@@ -49,7 +49,7 @@ def check(cases: Sequence[Case], run_dir: Path, *more: Sequence[str]) -> list[di
     Returns the outcomes of `more`, which are run after them.
     """
     commands = [
-        ("qerl.train", *argv, "--run-dir", str(run_dir))
+        ("qerl.train", "--run-dir", str(run_dir), *argv)
         for argv in (*(case.argv for case in cases), *more)
     ]
     outcomes = run_all(commands)
@@ -194,6 +194,7 @@ def test_data(tmp_path):
     held_out = [{"prompt": f"{i}?", "answer": str(i)} for i in range(10, 12)]
     write_lines(folder / "test.jsonl", [*held_out, {"prompt": "y" * 600, "answer": "1"}])
     good_run = (*TINY, "--task.path", str(folder), "--eval-size", "4")
+    good_run += ("--run-dir", str(tmp_path / "good_run"))
     (accepted,) = check(cases, tmp_path / "run", good_run)
     assert (accepted["code"], accepted["stderr"]) == (0, "")
     assert "1 of 5 problems dropped: prompt longer than 512 tokens" in accepted["stdout"]

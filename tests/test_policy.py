@@ -4,7 +4,14 @@ import copy
 
 import pytest
 import torch
-from helpers import MODEL_TYPES, load_policy, make_rollout, pack_items, randomize_adapter, save_model
+from helpers import (
+    MODEL_TYPES,
+    load_policy,
+    make_rollout,
+    pack_items,
+    randomize_adapter,
+    save_model,
+)
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from torch import nn
@@ -89,7 +96,9 @@ def test_the_frozen_linear_differentiates_like_the_dense_one_in_float64(tmp_path
 
 def test_the_frozen_linear_saves_nothing_dense(tmp_path):
     save_model(tmp_path / "model", "llama")
-    linear = FrozenLinear(load_policy(tmp_path / "model").base.packed("model.layers.0.mlp.down_proj"), None)
+    linear = FrozenLinear(
+        load_policy(tmp_path / "model").base.packed("model.layers.0.mlp.down_proj"), None
+    )
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         linear(torch.randn(3, 128).requires_grad_())
@@ -139,7 +148,9 @@ def test_sharing_a_prompt_changes_no_logprob_and_no_gradient_in_float64(tmp_path
     policy = load_policy(tmp_path / "model", dtype=torch.float64)
     randomize_adapter(policy)
     policy.peft_model.double()
-    groups = [make_rollout(9, 3 + g % 4, seed=g, vocab=259, prompt_ids=tuple(range(9))) for g in range(5)]
+    groups = [
+        make_rollout(9, 3 + g % 4, seed=g, vocab=259, prompt_ids=tuple(range(9))) for g in range(5)
+    ]
     rollouts = [*groups, *ROLLOUTS]
     results = []
     for share in (False, True):
@@ -210,7 +221,9 @@ def test_adapter_scale_matches_peft_for_every_rank_and_alpha(tmp_path, r, alpha,
 
 def test_an_adapter_made_by_peft_is_a_starting_point(tmp_path):
     model = save_model(tmp_path / "model", "llama")
-    config = PeftLoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    config = PeftLoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+    )
     made = get_peft_model(copy.deepcopy(model), config)
     for name, parameter in made.named_parameters():
         if "lora_B" in name:

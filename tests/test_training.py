@@ -24,7 +24,7 @@ UNSTABLE = ("time/", "memory/", "throughput/")
 @pytest.fixture
 def prompts(tmp_path):
     path = tmp_path / "prompts.jsonl"
-    rows = ({"prompt": word} for word in "one two three four five six seven eight".split())
+    rows = ({"prompt": word} for word in ["one", "two", "three", "four", "five", "six", "seven", "eight"])
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -90,7 +90,9 @@ def test_twenty_steps_are_the_golden_ones_and_ten_plus_ten_equal_them(tmp_path, 
 def check_golden(golden, lines):
     """The first five steps everywhere to 1 %; all twenty bit for bit where CPU and torch are those of the file."""
     here = f"{torch.backends.cpu.get_cpu_capability()} torch {torch.__version__}"
-    header = "# 20 steps of tests/test_training.py; source: this package, written by make golden on: "
+    header = (
+        "# 20 steps of tests/test_training.py; source: this package, written by make golden on: "
+    )
     text = header + here + "\n" + "".join(json.dumps(line) + "\n" for line in lines)
     path = Path(__file__).parent / "golden" / "training_20_steps.jsonl"
     if os.environ.get("QERL_UPDATE_GOLDEN") == "1":
@@ -131,7 +133,9 @@ def test_noise_is_scheduled_and_the_clean_steps_agree_exactly(tmp_path, prompts)
         {"gradient_checkpointing": True},
     ],
 )
-def test_settings_that_only_cut_the_work_change_no_number_beyond_rounding(tmp_path, prompts, changes):
+def test_settings_that_only_cut_the_work_change_no_number_beyond_rounding(
+    tmp_path, prompts, changes
+):
     main(arguments(tmp_path / "a", prompts, max_steps=2, warmup_ratio=0))
     main(arguments(tmp_path / "b", prompts, max_steps=2, warmup_ratio=0, **changes))
     for one, other in zip(numbers(tmp_path / "a"), numbers(tmp_path / "b"), strict=True):
@@ -161,7 +165,16 @@ def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path, prompts):
 
 
 def test_smollm2_takes_three_steps(tmp_path, smollm2_folder):
-    words = ["--model", "quickstart", "--max-steps", "3", "--num-generations", "4", "--device", "cpu"]
+    words = [
+        "--model",
+        "quickstart",
+        "--max-steps",
+        "3",
+        "--num-generations",
+        "4",
+        "--device",
+        "cpu",
+    ]
     words += ["--prompts-per-step", "2", "--eval-size", "4", "--run-dir", str(tmp_path / "run")]
     started = time.monotonic()
     assert main(words) == 0

@@ -26,7 +26,9 @@ def _std(values: Tensor, valid: Tensor, mean: Tensor, dim: tuple[int, ...]) -> T
     return (squares / (valid.sum(dim, keepdim=True) - 1).clamp(min=1)).sqrt()
 
 
-def group_advantages(rewards_PG: Tensor, scale_rewards: Literal["group", "batch", "none"]) -> Tensor:
+def group_advantages(
+    rewards_PG: Tensor, scale_rewards: Literal["group", "batch", "none"]
+) -> Tensor:
     """Reward minus the group's mean, divided by the chosen standard deviation.
 
     scale_rewards="group" is GRPO (arXiv 2402.03300, section 4.1.2); "none" is Dr.GRPO (arXiv 2503.20783, section

@@ -17,7 +17,9 @@ from qerl.config import AlgoConfig, CorrectionConfig
 from qerl.types import LossOutput, Microbatch
 
 
-def sequence_weights(num_tokens: Sequence[int], loss_type: str, max_completion_length: int) -> list[float]:
+def sequence_weights(
+    num_tokens: Sequence[int], loss_type: str, max_completion_length: int
+) -> list[float]:
     """What one token of each sequence counts in the batch loss; `num_tokens` are the scored tokens of ALL sequences.
 
     grpo     1 / (S * n_i)     mean over a sequence's tokens, then over the S sequences (arXiv 2402.03300, eq. 3)

@@ -46,10 +46,16 @@ def sigma_of_stage(stage: int, config: NoiseConfig) -> float:
 def noise_at(step: int, num_steps: int, seed: int, config: NoiseConfig) -> NoiseDraw | None:
     """The draw of a step, or None when nothing is to be added."""
     sigma = sigma_of_stage(stage_of(step, num_steps, config.num_stages), config)
-    return None if config.scope == "off" or sigma == 0 else NoiseDraw(sigma=sigma, seed=seed, step=step)
+    return (
+        None
+        if config.scope == "off" or sigma == 0
+        else NoiseDraw(sigma=sigma, seed=seed, step=step)
+    )
 
 
 def draw_noise(draw: NoiseDraw, module_name: str, shape: torch.Size) -> Tensor:
     """fp32 CPU noise for one module, the same on every device: seeded by (seed, step, module name)."""
-    generator = torch.Generator().manual_seed(derive_seed("noise", draw.seed, draw.step, module_name))
+    generator = torch.Generator().manual_seed(
+        derive_seed("noise", draw.seed, draw.step, module_name)
+    )
     return torch.randn(shape, generator=generator, dtype=torch.float32) * draw.sigma

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import RequestOutput
 
+    from qerl.engine.vllm_adapter import Part
+
 _BLOCK = 128
 """Tokens that a cache block may hold at most: 16 on GPUs, 128 on CPUs."""
 
@@ -54,6 +56,8 @@ class VllmOptions:
     """Most tokens in one forward pass of vLLM; default: vLLM's own choice"""
     enforce_eager: bool | None = None
     """No compilation and no CUDA graphs. Default: on a CPU, where compiling costs more than it saves"""
+    batch_invariant: bool = False
+    """Packed products without sums whose order changes from run to run"""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class GraphSettings:
     layout: str
     """Class of the packed weights"""
     kernel: str
+    """What the packed product is chosen by: device, activation dtype, batch invariance"""
     rank: int
     targets: tuple[str, ...]
     """Adapted linears of all layers, by transformers' names"""
@@ -121,10 +126,12 @@ class VllmEngine:
         self.adoption = Adoption(
             base, adapter_parts(policy.causal_model, base.layout), tuple(policy.noise_modules)
         )
-        self.graph_settings = graph_settings(self.adoption.parts, base)
+        self.graph_settings = graph_settings(self.adoption.parts, policy, options)
         self.llm: Any = None
-        vllm_ops.offer(base.linears.values())
         try:
+            vllm_ops.offer(
+                base.linears.values(), policy.dtype, batch_invariant=options.batch_invariant
+            )
             with adopting(self.adoption), process_left_alone(policy.device):
                 from vllm import LLM
 
@@ -138,7 +145,9 @@ class VllmEngine:
             raise
         except Exception as error:
             self.close()
-            raise RunError("setup", f"vLLM {self.vllm_version} did not start: {_cause(error)}") from error
+            raise RunError(
+                "setup", f"vLLM {self.vllm_version} did not start: {_cause(error)}"
+            ) from error
 
     @torch.no_grad()
     def sync(self, version: int, noise: NoiseDraw | None) -> None:
@@ -155,7 +164,9 @@ class VllmEngine:
             else:
                 weight.copy_(clean + draw_noise(noise, name, clean.shape).to(clean.device))
         if not self.llm.reset_prefix_cache():
-            raise RunError("sync", "vLLM would not empty its prefix cache: requests are still running")
+            raise RunError(
+                "sync", "vLLM would not empty its prefix cache: requests are still running"
+            )
         self.version, self.noise = version, noise
 
     def generate(
@@ -177,7 +188,9 @@ class VllmEngine:
             with process_left_alone(self.policy.device):
                 outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
         except Exception as error:
-            raise RunError("rollout", f"vLLM {self.vllm_version} failed: {_cause(error)}") from error
+            raise RunError(
+                "rollout", f"vLLM {self.vllm_version} failed: {_cause(error)}"
+            ) from error
         remaining = iter(outputs)
         return [
             [self._rollout(request, index, next(remaining)) for index in range(len(request.seeds))]
@@ -204,9 +217,7 @@ class VllmEngine:
                 f"engine's max_model_len of {self.options.max_model_len}"
             )
 
-    def _rollout(
-        self, request: GenerationRequest, index: int, output: "RequestOutput"
-    ) -> Rollout:
+    def _rollout(self, request: GenerationRequest, index: int, output: "RequestOutput") -> Rollout:
         (completion,) = output.outputs
         tokens, logprobs = tuple(completion.token_ids), tuple(completion.logprobs.logprobs)
         if completion.finish_reason not in ("stop", "length") or len(tokens) != len(logprobs):
@@ -250,9 +261,7 @@ def sampling_params(sampling: Sampling, seed: int) -> "SamplingParams":
     )
 
 
-def llm_arguments(
-    policy: Policy, options: VllmOptions, settings: GraphSettings
-) -> dict[str, Any]:
+def llm_arguments(policy: Policy, options: VllmOptions, settings: GraphSettings) -> dict[str, Any]:
     """Arguments of `vllm.LLM` (and of `vllm.EngineArgs`)."""
     from qerl.engine.vllm_weights import NAME
 
@@ -288,10 +297,11 @@ def llm_arguments(
     return arguments
 
 
-def graph_settings(parts: dict[str, tuple], base: BaseWeights) -> GraphSettings:
-    """The settings of an engine over `base` with these adapted members."""
-    from qerl.engine.vllm_ops import KERNEL
-
+def graph_settings(
+    parts: dict[str, tuple["Part", ...]], policy: Policy, options: VllmOptions
+) -> GraphSettings:
+    """The settings of an engine with these adapted members."""
+    base = policy.base
     ranks = {part.rank for members in parts.values() for part in members}
     targets = {
         f"{name.split('.', 3)[3]}[{part.rows.start}:{part.rows.stop}]"
@@ -302,7 +312,7 @@ def graph_settings(parts: dict[str, tuple], base: BaseWeights) -> GraphSettings:
         qerl_version=qerl.__version__,
         format=base.format,
         layout=type(next(iter(base.linears.values()))).__name__,
-        kernel=KERNEL,
+        kernel=f"{policy.device.type} {policy.dtype}{' batch-invariant' * options.batch_invariant}",
         rank=max(ranks, default=0),
         targets=tuple(sorted(targets)),
         norm_dtype=str(base.tensors["model.norm.weight"].dtype),

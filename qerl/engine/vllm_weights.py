@@ -92,7 +92,9 @@ class Adoption:
         (members,) = [fused.members for fused in self.base.layout.linears if fused.name == name]
         missing = [f"{m}.bias" for m in members if f"{m}.bias" not in self.base.tensors]
         if missing:
-            raise UserError(f"engine=vllm: {name} has a bias, but the model has no {_some(missing)}")
+            raise UserError(
+                f"engine=vllm: {name} has a bias, but the model has no {_some(missing)}"
+            )
         biases = [self.base.tensors[f"{member}.bias"] for member in members]
         if len(biases) == 1:
             module.bias = nn.Parameter(biases[0], requires_grad=False)
@@ -118,7 +120,9 @@ class Adoption:
         }
         foreign = [name for name, address in found.items() if address not in allowed]
         if foreign:
-            raise RunError("setup", f"vLLM's model has parameters that were not adopted: {_some(foreign)}")
+            raise RunError(
+                "setup", f"vLLM's model has parameters that were not adopted: {_some(foreign)}"
+            )
         used = set(found.values())
         copied = {name for fused in self.doubled for name in self._sources_of(fused)}
         unused = [
@@ -201,7 +205,9 @@ class _AdoptedLinear(LinearMethodBase):
         """Nothing: the weights are in the kernel's layout since they were packed."""
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        y = torch.ops.qerl.packed_linear(x, layer.qerl_key, bias, layer.qerl_num_rows)
+        y = torch.ops.qerl.packed_linear(x, layer.qerl_key, layer.qerl_num_rows)
+        if bias is not None:
+            y = y + bias
         if layer.qerl_adapted:
             y = y + F.linear(F.linear(x, layer.lora_A), layer.lora_B)
         return y

@@ -152,9 +152,9 @@ def _find(
     """What to run. Raises UserError when no row fits."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     for row in table:
-        if (row.weight, row.device) == (weight, device.type) and dtype in row.dtypes:
-            if capability >= row.capability:
-                return row.run
+        known = (row.weight, row.device) == (weight, device.type) and dtype in row.dtypes
+        if known and capability >= row.capability:
+            return row.run
     where = f"cuda {_sm(capability)}" if device.type == "cuda" else device.type
     raise UserError(
         f"no kernel for {weight} on {where} in {_name(dtype)}; there are: {'; '.join(map(str, table))}"

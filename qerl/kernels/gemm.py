@@ -2,7 +2,7 @@
 
 Humming multiplies bf16 activations with E2M1 x E4M3 weights, accumulates in fp32 and applies dequant_scale to the product,
 as the frozen linear does. On Hopper it beats a dense bf16 GEMM at small batches (4 bits a weight are read) and is some
-12 % slower at 8192 tokens, where expanding once and multiplying densely is better (NUMBERS in docs/kernels.md).
+12 % slower at 8192 tokens, where expanding once and multiplying densely is better (docs/kernels.md).
 
 * Large K is split among thread blocks, whose bf16 partial sums are added in no fixed order: results may differ in the last bit from
   call to call. `batch_invariant=True` switches that off, at some cost.
@@ -21,9 +21,11 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from qerl.errors import UserError
 from qerl.kernels.humming_layout import HummingWeight, Mma, pack, padded_shape
@@ -144,29 +146,37 @@ def probe_matrix(num_rows: int, num_columns: int, device: torch.device) -> Nvfp4
 
 
 def pack_with_humming(weight: Nvfp4Weight, mma: Mma) -> HummingWeight:
-    """`humming_layout.pack` by Humming's own kernels (CUDA): the calls that vLLM makes when it loads a layer."""
+    """`humming_layout.pack` by Humming's own kernels (CUDA): the call that vLLM makes when it loads a layer."""
     from humming.layer import HummingMethod
 
-    layer = nn.Module()
-    stored = {
-        "weight": weight.codes.contiguous().view(torch.int32),
-        "weight_scale": weight.block_scales,
-        "global_scale": weight.dequant_scale.view(1),
-    }
-    for name, tensor in stored.items():
-        layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-    layer.humming_metas = {"": _layer_meta(weight.shape, padded_shape(weight.shape), mma)}
-    HummingMethod.transform_humming_layer(layer)
-    return HummingWeight(
-        layer.weight.data,
-        layer.weight_scale.data,
-        layer.global_scale.data.view(()),
-        weight.shape,
-        mma,
+    stored_rows, stored_columns = padded_shape(weight.shape)
+    rows, columns = stored_rows - weight.shape[0], stored_columns - weight.shape[1]
+    codes = functional.pad(weight.codes, (0, columns // 2, 0, rows))
+    scale_bytes = weight.block_scales.view(torch.uint8)
+    scale_bytes = functional.pad(scale_bytes, (0, columns // BLOCK_SIZE, 0, rows))
+    layer = _HummingLayer(
+        {"": _layer_meta(weight.shape, padded_shape(weight.shape), mma)},
+        codes.view(torch.int32),
+        scale_bytes.view(torch.float8_e4m3fn),
+        weight.dequant_scale.view(1),
     )
+    HummingMethod.transform_humming_layer(layer, already_padded=True)
+    scale = layer.global_scale.view(())
+    return HummingWeight(layer.weight, layer.weight_scale, scale, weight.shape, mma)
 
 
-def _layer_meta(shape: tuple[int, int], stored_shape: tuple[int, int], mma: Mma):  # noqa: ANN202
+class _HummingLayer(nn.Module):
+    """What Humming's preparation looks for in a layer; it replaces the parameters."""
+
+    def __init__(self, metas: dict[str, Any], weight: Tensor, weight_scale: Tensor, scale: Tensor):
+        super().__init__()
+        self.humming_metas = metas
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight_scale = nn.Parameter(weight_scale, requires_grad=False)
+        self.global_scale = nn.Parameter(scale, requires_grad=False)
+
+
+def _layer_meta(shape: tuple[int, int], stored_shape: tuple[int, int], mma: Mma) -> Any:
     """Humming's description of the matrix [N, K] kept as [N', K']."""
     from humming.layer import HummingLayerMeta
 

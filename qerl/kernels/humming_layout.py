@@ -175,7 +175,7 @@ def _permute_codes(codes: Tensor, mma: Mma) -> Tensor:
     """uint8 [64T, 8R], two codes a byte (p) -> int32 [R, 128T]."""
     bytes_tchajrb = codes.unflatten(1, (-1, 2, 4)).unflatten(0, (-1, 4, 2, 8))
     # A result byte holds two codes whose nibble numbers differ in bit 0: h for WGMMA, j for MMA.
-    t, c, h, a, r, j, b = range(7)
+    h, j = 2, 5
     inner, outer = (h, j) if mma == "wgmma" else (j, h)
     low, high = bytes_tchajrb.movedim((inner, outer), (0, 1)).unbind(
         0
@@ -193,7 +193,8 @@ def _restore_codes(words: Tensor, mma: Mma) -> Tensor:
     low = (even & 0xF) | (odd << 4)
     high = (even >> 4) | (odd & 0xF0)
     bytes_ = torch.stack((low, high))  # [inner, outer, t, c, a, r, b]
-    inner, outer = (2, 5) if mma == "wgmma" else (5, 2)
+    h, j = 2, 5
+    inner, outer = (h, j) if mma == "wgmma" else (j, h)
     return bytes_.movedim((0, 1), (inner, outer)).flatten(4).flatten(0, 3)
 
 

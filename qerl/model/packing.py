@@ -104,7 +104,12 @@ class _Columns:
 
 
 def pack(
-    items: Sequence[Item], *, max_tokens: int, share_prompts: bool, hidden_size: int, device: torch.device
+    items: Sequence[Item],
+    *,
+    max_tokens: int,
+    share_prompts: bool,
+    hidden_size: int,
+    device: torch.device,
 ) -> Iterator[Microbatch]:
     """Cut items, in order, into microbatches of at most `max_tokens` tokens; a longer completion goes alone.
 
