@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
@@ -63,7 +64,7 @@ def eos_token_ids(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> tu
             value = json.loads(path.read_text()).get("eos_token_id")
             ids.extend(value if isinstance(value, list) else [] if value is None else [value])
     if tokenizer.eos_token_id is not None:
-        ids.append(tokenizer.eos_token_id)
+        ids.append(cast(int, tokenizer.eos_token_id))
     if not ids:
         raise UserError(
             f"{source.folder}: neither the generation config nor the tokenizer names an end token"

@@ -37,7 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     source = resolve_model(config.model, config.revision)
     tokenizer = load_tokenizer(source, config.trust_remote_code)
     data = build_data(config, tokenizer)
-    if data.test is None:
+    problems = data.test
+    if problems is None:
         raise UserError("nothing is held out: set eval_size above 0, or give the task a test split")
     inference = open_inference(config, source, tokenizer)
 
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         return evaluate_policy(
             inference.engine,
             tokenizer,
-            data.test,
+            problems,
             pool,
             data.rewards,
             inference.sampling,

@@ -45,7 +45,7 @@ def generate(
         requests.append(GenerationRequest(problem.id, tuple(encoded.prompt_ids[index]), seeds))
     rollouts = engine.generate(requests, sampling)
     texts = [
-        [tokenizer.decode(r.completion_ids, skip_special_tokens=True) for r in group]
+        [str(tokenizer.decode(list(r.completion_ids), skip_special_tokens=True)) for r in group]
         for group in rollouts
     ]
     return Batch(encoded, tuple(indices), rollouts, texts)
@@ -99,7 +99,7 @@ def completion_rows(
                 {
                     "problem_id": rollout.problem_id,
                     "sample_index": rollout.sample_index,
-                    "prompt": tokenizer.decode(rollout.prompt_ids),
+                    "prompt": tokenizer.decode(list(rollout.prompt_ids)),
                     "completion": batch.texts[p][g],
                     "answer": batch.encoded.problems[batch.indices[p]].answer,
                     **{f"reward/{name}": values[g] for name, values in results[p].values.items()},

@@ -46,7 +46,7 @@ from qerl.seeding import derive_seed
 from qerl.tasks.pool import RewardPool
 from qerl.types import Sampling
 
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+EXIT_CODES: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 @dataclass

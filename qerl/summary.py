@@ -15,7 +15,7 @@ def introduce(prepared: Preparation) -> None:
     """Print what the user should know before the first step, with one whole prompt as the model will see it."""
     for note in prepared.data.notes:
         say(f"note: {note}")
-    say(f"first prompt:\n{prepared.tokenizer.decode(prepared.data.train.prompt_ids[0])}\n")
+    say(f"first prompt:\n{prepared.tokenizer.decode(list(prepared.data.train.prompt_ids[0]))}\n")
 
 
 def summarize(run: Run) -> None:

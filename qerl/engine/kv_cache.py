@@ -26,17 +26,14 @@ class KVCache:
         Prefill: [1, kv_heads, T, D] packed. Decoding: [rows, kv_heads, 1, D].
         """
         if self.prefill_layout is not None:
-            self.keys[layer] = self._padded(key)
-            self.values[layer] = self._padded(value)
+            self.keys[layer] = pad(key[0].transpose(0, 1), self.prefill_layout)
+            self.values[layer] = pad(value[0].transpose(0, 1), self.prefill_layout)
             return key, value
         rows = torch.arange(key.shape[0], device=key.device)
         self.keys[layer][rows, :, self.lengths] = key[:, :, 0]
         self.values[layer][rows, :, self.lengths] = value[:, :, 0]
         seen = self.num_seen
         return self.keys[layer][:, :, :seen], self.values[layer][:, :, :seen]
-
-    def _padded(self, packed: Tensor) -> Tensor:
-        return pad(packed[0].transpose(0, 1), self.prefill_layout)
 
     def spread(self, row_of_sample: Tensor) -> None:
         """End prefill: row i becomes a copy of prompt row `row_of_sample[i]`, with room for the new tokens."""

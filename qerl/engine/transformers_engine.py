@@ -7,14 +7,13 @@ a prompt has its own generator, so what it draws depends on its seed and on its 
 On the CPU the base is held expanded while a batch decodes: each matrix would otherwise be expanded once a token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers.generation.logits_process import (
-    LogitsProcessorList,
     MinPLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -42,15 +41,18 @@ class _Sample:
     logprobs: list[float] = field(default_factory=list)
 
 
-def _warpers(sampling: Sampling) -> LogitsProcessorList:
-    warpers = LogitsProcessorList()
+def _filtered(scores: Tensor, sampling: Sampling) -> Tensor:
+    """Scores [B, V] with -inf where top-k, top-p or min-p exclude a token."""
+    warpers: list[Callable[..., Tensor]] = []
     if sampling.top_k:
         warpers.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
         warpers.append(TopPLogitsWarper(sampling.top_p))
     if sampling.min_p:
         warpers.append(MinPLogitsWarper(sampling.min_p))
-    return warpers
+    for warper in warpers:
+        scores = warper(None, scores)  # the tokens so far matter to none of these
+    return scores
 
 
 def sample_tokens(
@@ -65,7 +67,7 @@ def sample_tokens(
         logprobs = logits_BV.log_softmax(-1)
         tokens = logprobs.argmax(-1)
     else:
-        scores = _warpers(sampling)(None, logits_BV / sampling.temperature)
+        scores = _filtered(logits_BV / sampling.temperature, sampling)
         logprobs = scores.log_softmax(-1)
         cumulative = logprobs.exp().cumsum(-1)
         total = cumulative[:, -1:]

@@ -12,7 +12,7 @@ PEFT accepts a subclass of nn.Linear with in/out_features, bias and a `weight`; 
 non-persistent uint8 buffer, so PEFT can find the device but can neither cast, save nor merge it.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.tuners.lora import Linear as PeftLoraLinear
@@ -107,12 +107,12 @@ class LoraLinear(PeftLoraLinear):
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        base: FrozenLinear = self.get_base_layer()
+        base = cast(FrozenLinear, self.get_base_layer())
         if self.disable_adapters:
             return base(x)
         (name,) = self.active_adapters
-        a, b = self.lora_A[name].weight.to(x.dtype), self.lora_B[name].weight.to(x.dtype)
-        return base.adapted(x, a, b, self.scaling[name])
+        a, b = (cast(Tensor, matrices[name].weight) for matrices in (self.lora_A, self.lora_B))
+        return base.adapted(x, a.to(x.dtype), b.to(x.dtype), self.scaling[name])
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         raise ValueError(

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
@@ -16,7 +17,7 @@ from peft import PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.utils import load_peft_weights
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qerl.algo.noise import draw_noise
 from qerl.config import LoraConfig
@@ -32,7 +33,7 @@ from qerl.types import Microbatch, NoiseDraw
 ADAPTER = "default"
 
 
-def build_decoder(base: BaseWeights, model_name: str) -> nn.Module:
+def build_decoder(base: BaseWeights, model_name: str) -> PreTrainedModel:
     """transformers' causal model over the base's tensors: frozen linears, fp32 norms, shared embeddings and head.
 
     Raises ValueError if a parameter or buffer is left on the meta device.
@@ -51,7 +52,8 @@ def build_decoder(base: BaseWeights, model_name: str) -> nn.Module:
         if isinstance(module, nn.Linear) and name != "lm_head":
             setattr(owner, leaf, FrozenLinear(base.packed(name), base.tensors.get(f"{name}.bias")))
         elif hasattr(module, "variance_epsilon"):
-            setattr(owner, leaf, RMSNorm(base.tensors[f"{name}.weight"], module.variance_epsilon))
+            eps = cast(float, module.variance_epsilon)
+            setattr(owner, leaf, RMSNorm(base.tensors[f"{name}.weight"], eps))
     model.model.embed_tokens.weight = embedding
     head = base.tensors.get("lm_head.weight")
     model.lm_head.weight = embedding if head is None else nn.Parameter(head, requires_grad=False)
@@ -64,10 +66,10 @@ def build_decoder(base: BaseWeights, model_name: str) -> nn.Module:
 
 
 def _peft_config(config: LoraConfig, model_name: str) -> PeftLoraConfig:
-    targets = config.lora_target_modules
+    targets, alpha = config.lora_target_modules, config.lora_alpha
     peft_config = PeftLoraConfig(
         r=config.lora_r,
-        lora_alpha=config.lora_alpha,
+        lora_alpha=int(alpha) if alpha.is_integer() else alpha,  # pyright: ignore[reportArgumentType]
         use_rslora=config.use_rslora,
         target_modules="all-linear" if targets == ("all-linear",) else list(targets),
         base_model_name_or_path=model_name,
@@ -115,8 +117,8 @@ class Policy:
         # transformers recomputes layers, and drops caches, in training mode only; nothing else depends on the mode.
         self.peft_model.eval()
         self.recomputes = False
-        self.decoder = self.causal_model.model
-        self.head: Tensor = self.causal_model.lm_head.weight
+        self.decoder = cast(nn.Module, self.causal_model.model)
+        self.head = cast(nn.Linear, self.causal_model.lm_head).weight
         self.device, self.dtype = self.head.device, self.head.dtype
         self.noise_modules = self._find_noise_modules()
         if lora.init_adapter is not None:
@@ -128,7 +130,7 @@ class Policy:
             for layer in range(self.base.config.num_hidden_layers)
             for norm in self.base.family.noise_norms
         ]
-        return {name: self.causal_model.get_submodule(name) for name in names}
+        return {name: cast(RMSNorm, self.causal_model.get_submodule(name)) for name in names}
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Adapter matrices by name, fp32, in a fixed order."""
@@ -187,7 +189,7 @@ class Policy:
 
     def save_adapter(self, folder: Path) -> None:
         """Write adapter_model.safetensors and adapter_config.json, loadable by PeftModel.from_pretrained."""
-        self.peft_model.save_pretrained(folder, save_embedding_layers=False)
+        self.peft_model.save_pretrained(str(folder), save_embedding_layers=False)
         (folder / "README.md").unlink(missing_ok=True)
 
     def load_adapter(self, folder: Path) -> None:
