@@ -69,7 +69,7 @@ def _peft_config(config: LoraConfig, model_name: str) -> PeftLoraConfig:
     targets, alpha = config.lora_target_modules, config.lora_alpha
     peft_config = PeftLoraConfig(
         r=config.lora_r,
-        lora_alpha=int(alpha) if alpha.is_integer() else alpha,  # pyright: ignore[reportArgumentType]
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # pyright: ignore[reportArgumentType]
         use_rslora=config.use_rslora,
         target_modules="all-linear" if targets == ("all-linear",) else list(targets),
         base_model_name_or_path=model_name,
