@@ -4,7 +4,7 @@ A weight's own `expand` is the plain-torch reference, and a kernel equals it bit
 take that reference, on purpose: they are for checks, not for training. Nothing falls back: what is not in a table raises,
 and the message names what is. NF4's own `expand` is bitsandbytes' kernel, bf16's a cast.
 
-Modules are imported when their function is first used: triton and humming take seconds, and a CPU has neither.
+triton and humming are imported when a kernel of theirs is first used: they take seconds, and a CPU has neither.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from qerl.errors import UserError
+from qerl.kernels.humming_layout import HummingWeight
+from qerl.quant.nvfp4 import Nvfp4Weight
 from qerl.quant.packed import PackedWeight
 
 Gemm = Callable[[Tensor, PackedWeight, float], Tensor]
@@ -67,13 +69,13 @@ def _reference(weight: PackedWeight, dtype: torch.dtype, out: Tensor | None) -> 
     return out.copy_(dense)
 
 
-def _triton_nvfp4(weight: PackedWeight, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+def _triton_nvfp4(weight: Nvfp4Weight, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     from qerl.kernels.triton_expand import expand_nvfp4
 
     return expand_nvfp4(weight, _empty(weight, dtype) if out is None else out)
 
 
-def _triton_humming(weight: PackedWeight, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+def _triton_humming(weight: HummingWeight, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     from qerl.kernels.triton_expand import expand_humming
 
     return expand_humming(weight, _empty(weight, dtype) if out is None else out)
@@ -92,12 +94,15 @@ def _dense_gemm(device: torch.device, batch_invariant: bool) -> Gemm:
     return multiply
 
 
-def _humming_gemm(device: torch.device, batch_invariant: bool) -> Gemm:
+def _humming_gemm(device: torch.device, batch_invariant: bool) -> Callable:
     from qerl.kernels.gemm import HummingGemm
 
     gemm = HummingGemm(device, batch_invariant=batch_invariant)
-    # The kernel reads dequant_scale where it lies, on the device.
-    return lambda x, weight, scale: gemm(x, weight)
+
+    def multiply(x: Tensor, weight: HummingWeight, scale: float) -> Tensor:
+        return gemm(x, weight)  # the kernel reads dequant_scale where it lies, on the device
+
+    return multiply
 
 
 @dataclass(frozen=True)

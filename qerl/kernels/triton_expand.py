@@ -14,6 +14,8 @@ Humming's layout (`humming_layout`): a program reads tiles of 128 words, 16 byte
 the four pairs it holds and lets Triton reorder them through shared memory, so that a row is written 16 bytes a thread.
 """
 
+# triton is optional, and `kernel[grid](...)` is its own use of the brackets.
+# pyright: reportMissingImports=false, reportIndexIssue=false
 import os
 
 import torch
