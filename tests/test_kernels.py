@@ -98,6 +98,19 @@ def test_every_element_is_where_the_closed_form_says(shape, mma):
     assert torch.equal(scales, weight.block_scales.view(torch.uint8))
 
 
+@pytest.mark.parametrize(("mma", "nibble"), [("wgmma", 5), ("mma", 6)])
+def test_the_example_of_the_page(mma, nibble):
+    """docs/kernels.md, element (75, 21)."""
+    codes = torch.zeros(128, 16, dtype=torch.uint8)
+    codes[75, 21 // 2] = 13 << 4
+    scales = torch.zeros(128, 2, dtype=torch.uint8)
+    scales[75, 21 // 16] = 99
+    packed = pack(Nvfp4Weight(codes, scales.view(torch.float8_e4m3fn), torch.tensor(1.0)), mma)
+    assert packed.codes.nonzero().tolist() == [[1, 184]]
+    assert packed.codes[1, 184].item() & 0xFFFFFFFF == 13 << (4 * nibble)
+    assert packed.block_scales.view(torch.uint8).nonzero().tolist() == [[1, 89]]
+
+
 def test_padding_is_zero():
     packed = pack(random_weight(576, 576), "wgmma")
     assert packed.stored_shape == (768, 640)
