@@ -80,7 +80,10 @@ def _in_words(evaluation: "Evaluation") -> str:
 def _require_a_difference(base: "Evaluation", trained: "Evaluation", adapter: Path) -> None:
     """An adapter that changes no completion was not applied, or has learnt nothing: no score is reported for it."""
     if [row["completion"] for row in base.rows] == [row["completion"] for row in trained.rows]:
-        raise UserError(f"{adapter} changes no completion: it is empty, or not this model's")
+        raise UserError(
+            f"{adapter} changes no completion: it has learnt nothing yet (no group had different rewards, or the "
+            "learning rate was 0), or it is not this model's"
+        )
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ A run is determined by one frozen, typed config. Values come from four layers, t
 
 The result is written to `RUN/config.json`. `--dry-run` prints the plan it leads to and stops.
 
+<!-- test: dry -->
 ```bash
 qerl train --model quickstart
 qerl train --model qwen2.5-7b --task gsm8k --learning-rate 2e-5 --dry-run

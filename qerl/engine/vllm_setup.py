@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import os
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,13 +56,13 @@ def installed_version() -> str | None:
     return None
 
 
-def require_vllm(device_type: str) -> str:
-    """Check the version, set vLLM's environment for this process and return the version.
+def require_vllm(device: torch.device) -> str:
+    """Check version and device, set vLLM's environment for this process and return the version.
 
     Must run before anything imports vllm.
 
     Raises:
-        UserError: vLLM is missing or too old.
+        UserError: vLLM is missing, too old or of an unknown version, or the GPU is not one that it would use.
     """
     version = installed_version()
     if version is None:
@@ -74,15 +75,35 @@ def require_vllm(device_type: str) -> str:
             f"engine=vllm needs vLLM {'.'.join(map(str, OLDEST))} or newer; {version} is installed: "
             "pip install 'qerl[gpu]', or use --engine transformers"
         )
+    if device.type == "cuda":
+        _check_gpu(device)
     os.environ.update(_REQUIRED)
-    for name, value in {**_DEFAULTS, **(_CPU_DEFAULTS if device_type == "cpu" else {})}.items():
+    for name, value in {**_DEFAULTS, **(_CPU_DEFAULTS if device.type == "cpu" else {})}.items():
         os.environ.setdefault(name, value)
     return version
 
 
-def parse_version(version: str) -> tuple[int, ...]:
-    """(major, minor) of a version such as 0.26.0, 0.33.0rc1 or 0.32.0+cpu."""
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+def parse_version(version: str) -> tuple[int, int]:
+    """(major, minor) of a version such as 0.26.0, 0.33.0rc1 or 0.32.0+cpu. Raises UserError for anything else."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
+        raise UserError(
+            f"engine=vllm: {version!r} is no version of vLLM that qerl can place; install a release"
+        )
+    return int(match[1]), int(match[2])
+
+
+def _check_gpu(device: torch.device) -> None:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        raise UserError(
+            f"engine=vllm needs a GPU of compute capability 8.0; this one has {capability[0]}.{capability[1]}: "
+            "use --engine transformers"
+        )
+    if device.index not in (None, 0):
+        raise UserError(
+            f"engine=vllm uses the first visible GPU, not number {device.index}: set CUDA_VISIBLE_DEVICES"
+        )
 
 
 @contextmanager

@@ -31,13 +31,11 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from qerl.engine.vllm_adapter import AdapterBuffers, Part
+from qerl.engine.vllm_arguments import NAME
 from qerl.engine.vllm_ops import key_of
 from qerl.errors import RunError, UserError
 from qerl.quant.base_weights import BaseWeights
 from qerl.quant.layout import EMBEDDING, HEAD, is_norm
-
-NAME = "qerl"
-"""Of the quantization method and of the load format."""
 
 
 @dataclass
