@@ -196,7 +196,7 @@ def _extra_value(extra: ExtraFlag, value: str | None, words: list[str]) -> Any:
 def _place_bare_words(bare: list[str], positionals: list[ExtraFlag]) -> dict[str, str]:
     if len(bare) > len(positionals):
         raise UserError(
-            f"unexpected word {bare[len(positionals)]!r}: settings are --NAME VALUE, and the values of a list "
-            "have commas between and no spaces"
+            f"unexpected word {bare[len(positionals)]!r}: settings are --NAME VALUE, the values of a list have "
+            "commas between and no spaces, and a text of several words stands in quotes"
         )
     return {flag.name: word for flag, word in zip(positionals, bare, strict=False)}

@@ -82,9 +82,9 @@ def validate_layer(layer: Layer) -> Config:
         UserError: naming field, value, where it was written, and what is allowed.
     """
     if "model" not in layer:
-        presets = ", ".join(preset_names())
         raise UserError(
-            f"--model is missing: a preset ({presets}), a Hugging Face id, a folder, or tiny"
+            "--model is missing: a preset such as quickstart or qwen2.5-7b (--help lists them), a Hugging Face id, "
+            "a folder, or tiny"
         )
     nested: dict[str, Any] = {}
     for path, setting in layer.items():

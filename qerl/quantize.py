@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, NoReturn, get_args
 
 from qerl.config import Config
 from qerl.errors import UserError
@@ -70,8 +70,15 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse, with our way of reporting mistakes."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; {self.prog} --help explains them")
+
+
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m qerl.quantize",
         description="Write a model as an NVFP4 checkpoint (compressed-tensors nvfp4-pack-quantized).",
     )

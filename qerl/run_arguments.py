@@ -35,6 +35,8 @@ def parse_run_arguments(
         extra_flags=(ADAPTER, *extra_flags) if names_model else (RUN, ADAPTER, *extra_flags),
     )
     run = None if names_model else options.run
+    if run is None and not names_model and options.config is None:
+        raise UserError(f"which model? {prog} RUN takes a run folder; or give --model NAME")
     base = None
     if run is not None:
         from qerl.run_folder import read_run_config
