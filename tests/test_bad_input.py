@@ -110,6 +110,26 @@ def test_names_and_values(tmp_path):
     check(cases, tmp_path / "run")
 
 
+def test_the_other_commands(tmp_path):
+    """Found without torch, too."""
+    cases = {
+        ("qerl.evaluate",): "which model? python -m qerl.evaluate RUN takes a run folder",
+        ("qerl.evaluate", str(tmp_path)): "is not a run folder",
+        ("qerl.evaluate", "--model", "tiny", "--adapter", str(tmp_path)): "holds no adapter",
+        ("qerl.sample", "--model", "tiny"): "the prompt is missing",
+        ("qerl.sample", "--model", "tiny", "two", "words"): "stands in quotes",
+        ("qerl.sample", "--model", "tiny", "word", "--count", "0"): "--count 0",
+        ("qerl.quantize",): "--model, --out",
+        ("qerl.quantize", "--model", "tiny", "--out", str(ROOT)): "choose another --out",
+    }
+    for (argv, says), outcome in zip(cases.items(), run_all(list(cases)), strict=True):
+        assert outcome["code"] == 2, (argv, outcome)
+        assert outcome["stderr"].startswith("qerl: error: "), (argv, outcome)
+        assert outcome["stderr"].count("\n") == 1, (argv, outcome)
+        assert says in outcome["stderr"], (argv, outcome)
+    assert not list(tmp_path.iterdir())
+
+
 def test_models(tmp_path, tiny_folder):
     def copy(name: str) -> Path:
         return Path(shutil.copytree(tiny_folder, tmp_path / name))

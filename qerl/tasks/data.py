@@ -156,7 +156,10 @@ def _explain(path: str, is_local: bool, error: Exception) -> str:
     reason = " ".join(str(error.__cause__ or error).split())[:300]
     if is_local:
         return f"{path} cannot be read: {reason}"
-    return f"{path} is no local file, and not to be had from the Hugging Face hub: {reason}"
+    return (
+        f"{path} is no local file, and not to be had from the Hugging Face hub: {reason}; "
+        "a copy on this machine is given with --task.path"
+    )
 
 
 @contextmanager
