@@ -88,7 +88,8 @@ def build_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> Data:
     """Load the task and encode its prompts. Raises UserError for everything that is wrong with either."""
     task = load_task(config.task)
     rewards = resolve_rewards(config.reward.reward_funcs, config.reward.reward_weights, task)
-    system_prompt = config.prompt.system_prompt or task.system_prompt
+    own = config.prompt.system_prompt
+    system_prompt = task.system_prompt if own is None else own
 
     def encode(problems: Sequence) -> EncodedProblems:
         return encode_problems(

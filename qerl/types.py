@@ -4,10 +4,13 @@ Shape letters used in the whole package: P problems a step, G generations a prob
 microbatch, C completion tokens of it (the ones that are scored), V vocabulary, H hidden size, N x K a weight matrix.
 """
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:  # reward workers import this module and must start without torch
+    from torch import Tensor
 
 Message = dict[str, str]
 """{"role": ..., "content": ...}, as chat templates take it."""

@@ -8,7 +8,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from qerl.config import PromptConfig
 from qerl.errors import UserError
 from qerl.model.source import resolve_model
-from qerl.tasks.problems import make_problem
 from qerl.tasks.prompts import EncodedProblems, encode_problems
 from qerl.types import Problem
 
@@ -35,7 +34,7 @@ def encode(
     longest: int = 512,
     **settings: object,
 ) -> EncodedProblems:
-    problems = [make_problem(f"p{i}", prompt, "1", {}) for i, prompt in enumerate(prompts)]
+    problems = [Problem(f"p{i}", prompt, "1", {}) for i, prompt in enumerate(prompts)]
     return encode_problems(problems, tokenizer, PromptConfig(**settings), system, longest)
 
 

@@ -15,14 +15,15 @@ import pytest
 from qerl.errors import UserError
 from qerl.tasks.calls import RewardCall, RewardFailure, RewardResult, RewardSpec
 from qerl.tasks.pool import RewardPool
-from qerl.tasks.problems import Task, make_problem
+from qerl.tasks.problems import Task
 from qerl.tasks.rewards import resolve_rewards, total_rewards
+from qerl.types import Problem
 
 TIMEOUT_S = 0.8
 
 
 def make_task(answer: str | None = "18", **columns) -> Task:
-    problem = make_problem("p0", "What is 9 + 9?", answer, columns)
+    problem = Problem("p0", "What is 9 + 9?", answer, columns)
     return Task("dataset test", (problem,), (), ("last_number",) if answer else ())
 
 

@@ -10,13 +10,11 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qerl.errors import UserError
 from qerl.tasks.builtin import answer_text
-
-if TYPE_CHECKING:
-    from qerl.types import Message, Problem
+from qerl.types import Message, Problem
 
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
@@ -37,13 +35,6 @@ class Task:
     system_prompt: str | None = None
     notes: tuple[str, ...] = field(default=())
     """Lines to show at the start of a run: sizes, what was dropped."""
-
-
-def make_problem(id: str, prompt: str | list[Message], answer: str | None, columns: Row) -> Problem:
-    """A `qerl.types.Problem`."""
-    from qerl.types import Problem  # torch comes with it, and reward workers import this package
-
-    return Problem(id, prompt, answer, columns)
 
 
 def prompt_hash(prompt: str | list[Message]) -> int:
@@ -153,7 +144,7 @@ def rows_to_problems(
             others.pop("answer", None)
             others.setdefault("solution", answer)
             answer = gold(answer, id)
-        problems.append(make_problem(id, prompt, answer, others))
+        problems.append(Problem(id, prompt, answer, others))
     return problems, len(rows) - len(problems)
 
 

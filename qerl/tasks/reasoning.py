@@ -14,11 +14,11 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from qerl.errors import UserError
-from qerl.tasks.problems import Task, is_held_out, make_problem, prompt_hash
+from qerl.tasks.problems import Task, is_held_out, prompt_hash
+from qerl.types import Problem
 
 if TYPE_CHECKING:
     from qerl.config import TaskConfig
-    from qerl.types import Problem
 
 DEFAULT_TRAIN_SIZE = 1000
 DEFAULT_TEST_SIZE = 200
@@ -64,7 +64,7 @@ def load_reasoning_gym(config: TaskConfig) -> Task:
             "params": config.params,
         }
         id = f"{prompt_hash(entry['question']):016x}"
-        return make_problem(id, entry["question"], entry["answer"], columns)
+        return Problem(id, entry["question"], entry["answer"], columns)
 
     return Task(
         config.name,
