@@ -191,7 +191,7 @@ def format_completions(
         known = reward is not None and not math.isnan(reward)
         table.add_row(
             *(
-                Text(_printable(text, max_chars))
+                Text(printable(text, max_chars))
                 for text in (row["prompt"], row["completion"], answer)
             ),
             f"{reward:.2f}" if known else "none",
@@ -202,16 +202,16 @@ def format_completions(
     return "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines())
 
 
+def printable(text: str, max_chars: int | None = None) -> str:
+    """What a model writes must not steer the terminal: control characters are shown as escapes. Keeps the end."""
+    cut = text if max_chars is None or len(text) <= max_chars else f"... {text[-max_chars:]}"
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in cut.strip())
+
+
 def say(text: str) -> None:
     """Write a line to stdout now, also when stdout is a file or a pipe."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
-
-
-def _printable(text: str, max_chars: int) -> str:
-    """What a model writes must not steer the terminal: control characters are shown as escapes."""
-    cut = text if len(text) <= max_chars else f"... {text[-max_chars:]}"
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in cut.strip())
 
 
 def _completions_table(rows: Sequence[dict[str, Any]]) -> pa.Table:

@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     from dataclasses import replace
 
     from qerl.build import load_tokenizer, open_inference
-    from qerl.metrics import say
+    from qerl.metrics import printable, say
     from qerl.model.source import resolve_model
     from qerl.rollout import generate
     from qerl.tasks.prompts import encode_problems
@@ -59,8 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         int(options.count),
         ("sample", config.seed),
     )
-    for text in batch.texts[0]:
-        say(text)
+    say("\n---\n".join(printable(text) for text in batch.texts[0]))
     return 0
 
 
