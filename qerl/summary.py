@@ -37,6 +37,7 @@ def summarize(run: Run) -> None:
     curve = plot_learning_curve(run.run_dir)
     say(f"learning curve:  {curve}")
     say(f"run folder:      {run.run_dir}  (adapter/ loads with PeftModel.from_pretrained)")
+    say(f'ask it:          python -m qerl.sample {run.run_dir} "..."')
 
 
 def _samples(run: Run, first: int, last: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
