@@ -30,7 +30,8 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "qerl.cache": HEAVY,
     "qerl.types": ("qerl.",),
     "qerl.algo": ("qerl.quant", "qerl.model", "qerl.engine", "qerl.tasks", "transformers"),
-    "qerl.quant": ("qerl.model", "qerl.engine", "qerl.tasks", "qerl.algo"),
+    "qerl.quant": ("qerl.kernels", "qerl.model", "qerl.engine", "qerl.tasks", "qerl.algo"),
+    "qerl.kernels": ("qerl.model", "qerl.engine", "qerl.tasks", "qerl.algo"),
     "qerl.model": ("qerl.engine", "qerl.tasks"),
     "qerl.engine": ("qerl.tasks",),
     # Reward workers start often, so what they load is small.
@@ -39,6 +40,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
 ONLY_UNDER: dict[str, str] = {
     "vllm": "qerl.engine",
     "triton": "qerl.kernels",
+    "humming": "qerl.kernels",
     "wandb": "qerl.metrics",
     "tensorboard": "qerl.metrics",
     "torch.utils.tensorboard": "qerl.metrics",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qerl import kernels
 from qerl.errors import UserError
-from qerl.kernels import humming_layout
+from qerl.kernels import gemm, humming_layout
 from qerl.kernels.gemm import (
     HummingGemm,
     check_layout,
@@ -129,9 +129,7 @@ def test_packing_in_chunks_changes_nothing(monkeypatch):
 
 @pytest.mark.parametrize("mma", INSTRUCTIONS)
 def test_layout_equals_hummings_own_bytes(mma):
-    path = GOLDEN / f"humming_{mma}.txt"
-    if not path.exists():
-        pytest.skip(f"{path.name} is written by benchmarks/kernels.py on a GPU")
+    path = GOLDEN / f"humming_{mma}.txt"  # written by benchmarks/gpu_kernels.py on a GPU
     packed = pack(probe_matrix(128, 64, DEVICE), mma)
     lines = [line.split() for line in path.read_text().splitlines() if not line.startswith("#")]
     parts = {"codes": packed.codes[:4, :256], "block_scales": packed.block_scales[:4, :128]}
@@ -283,6 +281,14 @@ def test_a_missing_humming_says_what_to_install():
         HummingGemm(DEVICE)
 
 
+def test_batch_invariance_is_refused_where_it_was_seen_wrong(monkeypatch):
+    monkeypatch.setattr(gemm, "require_humming", lambda: gemm.SUPPORTED_VERSION)
+    invariant = HummingGemm(DEVICE, batch_invariant=True)
+    weight = pack(random_weight(64, 128), "wgmma")
+    with pytest.raises(UserError, match=r"at 257 tokens; it is allowed up to 256"):
+        invariant(torch.zeros(257, 128, dtype=torch.bfloat16, device=DEVICE), weight)
+
+
 # ---- on a GPU ----
 
 
@@ -309,12 +315,12 @@ def test_humming_packs_as_we_do(humming, mma):
 @pytest.mark.parametrize("shape", [(576, 576), (512, 1024)])
 def test_the_packed_gemm_equals_float64(humming, shape):
     weight = pack(random_weight(*shape), humming_layout.mma_of(DEVICE))
-    gemm = HummingGemm(DEVICE)
+    multiply = HummingGemm(DEVICE)
     for tokens in (0, 1, 24, 300):
         x = torch.randn(tokens, shape[1], device=DEVICE).bfloat16()
         out = torch.full((tokens, shape[0]), torch.nan, dtype=torch.bfloat16, device=DEVICE)
         exact = x.double() @ dequantize(weight, torch.float64).t()
-        y = gemm(x, weight, out)
+        y = multiply(x, weight, out)
         assert y.shape == exact.shape
         assert (y.double() - exact).norm() <= 5e-3 * exact.norm()
 

@@ -50,7 +50,8 @@ def gemm_for(weight: PackedWeight, dtype: torch.dtype, *, batch_invariant: bool 
     Args:
         weight: says format and device.
         dtype: of activations and results.
-        batch_invariant: no split of K whose parts are added in an order that differs from run to run.
+        batch_invariant: no split of K whose parts are added in an order that differs from run to run. Results for
+            different token counts may still differ, and Humming's GEMM refuses more than 256 tokens with it.
 
     Raises UserError when there is no kernel, or the package it needs is not installed.
     """

@@ -1,9 +1,9 @@
 """Kernels on a CUDA GPU at the four matrices of a 32B layer: right against float64, then timed.
 
-    python benchmarks/kernels.py [--sweep] [--only expand gemm]
+    python benchmarks/gpu_kernels.py [--sweep] [--only expand gemm]
 
 * Layout: Humming's own packing against `humming_layout.pack`, byte for byte, for both instructions; writes golden bytes.
-* Expansion: bytes read and written over time, as a share of the bandwidth of torch's copy in the same run.
+* Expansion: bytes read and written over time, as a share of the best copy of the same run.
 * GEMM: Humming on packed weights against cuBLAS on dense bf16, and against expanding first.
 
 Cache-cold: calls rotate over enough buffers to evict the L2 cache, inside one CUDA graph, so launches cost nothing.
@@ -31,7 +31,13 @@ from torch import Tensor
 
 from qerl.errors import UserError
 from qerl.kernels import expand, triton_expand
-from qerl.kernels.gemm import HummingGemm, check_layout, pack_with_humming, probe_matrix
+from qerl.kernels.gemm import (
+    MAX_INVARIANT_TOKENS,
+    HummingGemm,
+    check_layout,
+    pack_with_humming,
+    probe_matrix,
+)
 from qerl.kernels.humming_layout import HummingWeight, Mma, mma_of, pack
 from qerl.quant.nvfp4 import E2M1_VALUES, Nvfp4Weight
 
@@ -63,6 +69,13 @@ NVFP4_SWEEP = (
     (32, 16, 4),
     (32, 8, 4),
 )
+COPY_BYTES = (2**28, 2**30, 2**31)
+ROUNDED_ONCE = 2.5e-3
+"""Relative error allowed to sums in fp32 that are rounded to bf16 once; 0.0017 is usual."""
+ROUNDED_PARTS = 8e-3
+"""The same for bf16 partial sums added in bf16: 0.0061 for 24 parts, the most that the shapes here are split into
+(docs/kernels.md)."""
+CHECKED_ROWS = 256
 DEVICE = torch.device("cuda", 0)
 
 
@@ -150,7 +163,7 @@ def golden_text(weight: HummingWeight) -> str:
     num_rows, num_columns = weight.shape
     lines = [
         f"# humming-kernels {version('humming-kernels')} on {torch.cuda.get_device_name(DEVICE)}: "
-        f"qerl.kernels.gemm.probe_matrix({num_rows}, {num_columns}) for {weight.mma}, by benchmarks/kernels.py"
+        f"qerl.kernels.gemm.probe_matrix({num_rows}, {num_columns}) for {weight.mma}, by benchmarks/gpu_kernels.py"
     ]
     parts = {
         "codes": weight.codes[:, : 2 * num_rows],
@@ -166,7 +179,7 @@ def golden_text(weight: HummingWeight) -> str:
 
 
 def bench_expand(result: dict, folder: Path, sweep: bool) -> None:
-    copy_gb_s = copy_bandwidth()
+    copy_gb_s = copy_bandwidth(result)
     result["copy_gb_s"] = round(copy_gb_s)
     check_small(result)
     formats: dict[str, Callable[[Nvfp4Weight], object]] = {
@@ -195,12 +208,26 @@ def bench_expand(result: dict, folder: Path, sweep: bool) -> None:
         result["ratios"][f"expand_{layout}_vs_copy_min"] = min(shares)
 
 
-def copy_bandwidth() -> float:
-    """GB/s of torch's copy, read plus written, 1 GiB each way."""
-    source = torch.randn(2**28, device=DEVICE)
-    targets = [torch.empty_like(source) for _ in range(2)]
-    ms = time_ms([lambda target=target: target.copy_(source) for target in targets])
-    return 2 * source.nbytes / ms / 1e6
+def copy_bandwidth(result: dict) -> float:
+    """Best GB/s, read plus written, of a few sizes and two ways.
+
+    Inside a CUDA graph `copy_` is a memcpy node, which the driver carries out as it likes; negation is an elementwise
+    kernel of torch that moves the same bytes.
+    """
+    ways: dict[str, Callable[[Tensor, Tensor], object]] = {
+        "copy_": lambda source, target: target.copy_(source),
+        "neg": lambda source, target: torch.neg(source, out=target),
+    }
+    best = 0.0
+    for num_bytes in COPY_BYTES:
+        source = torch.randn(num_bytes // 2, dtype=torch.bfloat16, device=DEVICE)
+        targets = [torch.empty_like(source) for _ in range(2)]
+        for way, run in ways.items():
+            ms = time_ms([lambda t=t, run=run, source=source: run(source, t) for t in targets])
+            gb_s = 2 * num_bytes / ms / 1e6
+            add(result, {"kind": "copy", "way": way, "bytes": num_bytes, "gb_s": round(gb_s)})
+            best = max(best, gb_s)
+    return best
 
 
 def random_weight(num_rows: int, num_columns: int) -> Nvfp4Weight:
@@ -309,14 +336,15 @@ def bench_gemm(result: dict, folder: Path, sweep: bool) -> None:
     }
     for name, gemm in gemms.items():
         started = time.time()
-        gemm.prepare(weights.values(), TOKENS)
+        gemm.prepare(weights.values(), token_counts(gemm))
         add(result, {"kind": "compile", "what": name, "seconds": round(time.time() - started, 1)})
     check_other_sizes(result)
     for name, weight in weights.items():
         bench_matrix(result, name, weight, gemms)
     for tokens in TOKENS:
         rows = [row for row in result["rows"] if row["kind"] == "gemm" and row["tokens"] == tokens]
-        total = {key: sum(row[f"{key}_ms"] for row in rows) for key in ("cublas", *gemms)}
+        ran = [key for key in gemms if tokens in token_counts(gemms[key])]
+        total = {key: sum(row[f"{key}_ms"] for row in rows) for key in ("cublas", *ran)}
         expansions = [
             row["ms"]
             for row in result["rows"]
@@ -328,6 +356,11 @@ def bench_gemm(result: dict, folder: Path, sweep: bool) -> None:
         add(result, {"kind": "layer", "tokens": tokens, **layer})
         for key in list(total)[1:]:
             result["ratios"][f"{key}_vs_cublas_m{tokens}"] = round(total["cublas"] / total[key], 3)
+
+
+def token_counts(gemm: HummingGemm) -> list[int]:
+    """Those of TOKENS that this GEMM does not refuse."""
+    return [n for n in TOKENS if not gemm.batch_invariant or n <= MAX_INVARIANT_TOKENS]
 
 
 def bench_matrix(
@@ -346,7 +379,9 @@ def bench_matrix(
         )
         x = x[:tokens].bfloat16()
         out = torch.empty(tokens, num_rows, dtype=torch.bfloat16, device=DEVICE)
-        exact = x[:256].double() @ exact_weight.t() * scale
+        # Rows from all over: an error may be in one tile of many.
+        checked = torch.linspace(0, tokens - 1, min(tokens, CHECKED_ROWS), device=DEVICE).long()
+        exact = x[checked].double() @ exact_weight.t() * scale
         row = {"kind": "gemm", "matrix": name, "shape": weight.shape, "tokens": tokens}
 
         def cublas(dense: Tensor, x: Tensor = x, out: Tensor = out) -> None:
@@ -354,15 +389,18 @@ def bench_matrix(
 
         out.fill_(float("nan"))
         cublas(dense)
-        row["cublas_error"] = error(out, exact)
+        row["cublas_error"] = error(out[checked], exact)
         row["cublas_ms"] = round(time_ms([lambda d=d: cublas(d) for d in dense_sets]), 4)
         for key, gemm in gemms.items():
+            if tokens not in token_counts(gemm):
+                continue
             out.fill_(float("nan"))
             gemm(x, weight, out)
-            row[f"{key}_error"] = error(out, exact)
+            row[f"{key}_error"] = error(out[checked], exact)
+            allowed = ROUNDED_ONCE if gemm.batch_invariant else ROUNDED_PARTS
             expect(
                 result,
-                row[f"{key}_error"] < 5e-3,
+                row[f"{key}_error"] < allowed,
                 f"gemm {key} {name} {tokens}: {row[f'{key}_error']}",
             )
             again = [gemm(x, weight) for _ in range(5)]
@@ -379,22 +417,26 @@ def bench_matrix(
 
 def check_other_sizes(result: dict) -> None:
     """Padded sizes, and the other architectures' instruction forced on this one."""
-    cases: list[tuple[tuple[int, int], Mma]] = [
-        ((576, 576), mma_of(DEVICE)),
-        ((576, 1536), mma_of(DEVICE)),
-        ((1024, 2048), "mma"),
+    many = (1, 16, 100)
+    # Humming chooses tiles of 8 rows for Hopper, and bf16 MMA has none: forced there it compiles for multiples of 16.
+    forced = (16,) if mma_of(DEVICE) == "wgmma" else many
+    cases: list[tuple[tuple[int, int], Mma, tuple[int, ...]]] = [
+        ((576, 576), mma_of(DEVICE), many),
+        ((576, 1536), mma_of(DEVICE), many),
+        ((1024, 2048), "mma", forced),
     ]
     gemm = HummingGemm(DEVICE)
-    for shape, mma in cases:
+    for shape, mma, counts in cases:
         weight = pack(random_weight(*shape), mma)
-        for tokens in (1, 16, 100):
+        for tokens in counts:
             x = torch.randn(tokens, shape[1], device=DEVICE).bfloat16()
             exact = x.double() @ expand(weight, torch.float64).t() * weight.dequant_scale.double()
             row = {"kind": "gemm_check", "shape": shape, "mma": mma, "tokens": tokens}
             out = torch.full((tokens, shape[0]), float("nan"), dtype=torch.bfloat16, device=DEVICE)
             try:
                 row["error"] = error(gemm(x, weight, out), exact)
-                expect(result, row["error"] < 5e-3, f"gemm {shape} {mma} {tokens}: {row['error']}")
+                good = row["error"] < ROUNDED_PARTS
+                expect(result, good, f"gemm {shape} {mma} {tokens}: {row['error']}")
             except (RuntimeError, AssertionError) as failure:
                 row["failed"] = str(failure)[-500:]
                 expect(result, False, f"gemm {shape} {mma} {tokens}: {row['failed'][-200:]}")
@@ -405,8 +447,8 @@ def check_other_sizes(result: dict) -> None:
 
 
 def error(y: Tensor, exact: Tensor) -> float:
-    """||y - exact|| / ||exact|| over the rows that `exact` has."""
-    difference = y[: len(exact)].double() - exact
+    """||y - exact|| / ||exact||"""
+    difference = y.double() - exact
     return float(f"{(difference.norm() / exact.norm()).item():.3g}")
 
 
