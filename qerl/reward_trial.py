@@ -56,7 +56,10 @@ def try_rewards(
 
 
 def _explain(failure: RewardFailure, text: str, log: Path) -> str:
-    printed = f" (what it printed: {log})" if log.stat().st_size else ""
+    printed = f" (what it printed: {log})"
+    if not log.stat().st_size:
+        log.unlink()
+        printed = ""
     return (
         f"reward {failure.function} does not work: tried on {_describe(text)}, {failure.kind}: "
         f"{failure.message}{printed}. It has to return one number, or None, for any text"

@@ -221,7 +221,8 @@ def test_data(tmp_path):
     assert "held out: 1 of 3 problems dropped" in accepted["stdout"]
 
 
-def test_rewards(tmp_path):
+def test_rewards(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # logs of what failed stay there
     (tmp_path / "rewards.py").write_text(
         "def raises(completions):\n    raise KeyError('the_key')\n\n\n"
         "def too_many(completions):\n    return [0.0] * 7\n\n\n"
