@@ -24,7 +24,10 @@ UNSTABLE = ("time/", "memory/", "throughput/")
 @pytest.fixture
 def prompts(tmp_path):
     path = tmp_path / "prompts.jsonl"
-    rows = ({"prompt": word} for word in ["one", "two", "three", "four", "five", "six", "seven", "eight"])
+    rows = (
+        {"prompt": word}
+        for word in ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+    )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
