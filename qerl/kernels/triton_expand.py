@@ -18,6 +18,9 @@ the four pairs it holds and lets Triton reorder them through shared memory, so t
 # pyright: reportMissingImports=false, reportIndexIssue=false
 import os
 
+# pyright: reportArgumentType=false
+# Triton's kernels take plain values for their constexpr parameters; its types do not say so.
+
 import torch
 import triton
 import triton.language as tl
