@@ -17,12 +17,16 @@ from peft import PeftModel
 from test_training import arguments, numbers, prompts  # noqa: F401 (a fixture)
 from transformers import AutoModelForCausalLM
 
+from qerl.config import LoraConfig
 from qerl.engine import vllm_ops
 from qerl.engine.vllm_arguments import VllmOptions, graph_settings, llm_arguments
 from qerl.engine.vllm_engine import VllmEngine
 from qerl.engine.vllm_setup import installed_version, require_vllm
 from qerl.errors import RunError, UserError
+from qerl.kernels import humming_layout
 from qerl.metrics import read_metrics
+from qerl.model.policy import Policy
+from qerl.quant.base_weights import BaseWeights
 from qerl.train import main
 from qerl.types import GenerationRequest, NoiseDraw, Sampling
 
@@ -33,6 +37,7 @@ pytestmark = [
     ),
 ]
 
+CPU = torch.device("cpu")
 OPTIONS = VllmOptions(max_model_len=256, max_num_seqs=8)
 REQUESTS = [
     GenerationRequest("a", tuple(range(40, 52)), (1, 2, 3)),
@@ -133,6 +138,21 @@ def check_adoption(policy, engine):
     assert {name for name, address in found.items() if address not in shared} == twice
     assert engine.holdings.shared == base.nbytes
     assert all(norm.dtype == torch.float32 for norm in engine.adoption.norms.values())
+
+
+def test_weights_in_a_kernels_layout_are_adopted_as_they_are(tmp_path, open_engine):
+    save_model(tmp_path / "m", "qwen2")
+    base = BaseWeights.load(
+        tmp_path / "m", format="nvfp4", rounding="nearest", dtype=torch.float32, device=CPU
+    )
+    linears = {name: humming_layout.pack(w, "wgmma") for name, w in base.linears.items()}
+    base = dataclasses.replace(base, linears=linears)
+    policy = Policy(base, LoraConfig(lora_r=4), model_name="m", seed=0)
+    randomize_adapter(policy, 0.3)
+    engine = open_engine(policy)
+    check_adoption(policy, engine)
+    assert engine.graph_settings.layout == "HummingWeight"
+    assert largest_difference(policy, flat(engine.generate(REQUESTS, SAMPLING))) < 1e-4
 
 
 @pytest.mark.parametrize(

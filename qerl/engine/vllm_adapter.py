@@ -40,17 +40,16 @@ def adapter_parts(model: nn.Module, layout: Layout) -> dict[str, tuple[Part, ...
 
     Raises UserError, by name, when the adapter sits on anything but the packed linears.
     """
-    layers = {
-        name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)
-    }
-    foreign = [name for name, layer in layers.items() if not isinstance(layer, LoraLinear)]
+    found = {n: m for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
+    layers = {name: layer for name, layer in found.items() if isinstance(layer, LoraLinear)}
+    foreign = [name for name in found if name not in layers]
     if foreign:
         raise UserError(
             f"engine=vllm adapts the decoder's linears only, not {', '.join(foreign[:3])}; "
             "change lora_target_modules, or use --engine transformers"
         )
     parts = {fused.name: _parts_of(fused, layers) for fused in layout.linears}
-    return {name: found for name, found in parts.items() if found}
+    return {name: members for name, members in parts.items() if members}
 
 
 def _parts_of(fused: FusedLinear, layers: dict[str, LoraLinear]) -> tuple[Part, ...]:
@@ -92,8 +91,8 @@ class AdapterBuffers:
         for part in self.parts:
             columns = slice(start, start + part.rank)
             start += part.rank
-            master_a = part.layer.lora_A[ADAPTER].weight
-            master_b = part.layer.lora_B[ADAPTER].weight
+            master_a = part.layer.lora_A[ADAPTER].get_parameter("weight")
+            master_b = part.layer.lora_B[ADAPTER].get_parameter("weight")
             scaling = part.layer.scaling[ADAPTER]
             self.a[columns].copy_(master_a)
             self.b[part.rows, columns].copy_(master_b if scaling == 1 else master_b * scaling)

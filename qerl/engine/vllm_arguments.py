@@ -5,6 +5,7 @@ how is sampled. The folder is named after its content, because vLLM's compile ca
 cannot see our settings either and drops its guards, so a graph made for another rank would be loaded without an error:
 everything of ours that shapes the graph is in `GraphSettings`, which goes into `additional_config` and so into the key.
 """
+# pyright: reportMissingImports=false
 
 import hashlib
 import json

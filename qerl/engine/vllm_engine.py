@@ -11,6 +11,7 @@ Log-probs are of the distribution that was really sampled from, computed from fp
 
 vLLM is imported when an engine is started, after `require_vllm` has set its environment.
 """
+# pyright: reportMissingImports=false
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
     from qerl.engine.vllm_weights import Adoption
+
+_CAUSE_LENGTH = 500
+"""Characters of an error of vLLM's that are shown; the whole of it is in the traceback"""
 
 
 @dataclass(frozen=True)
@@ -206,5 +210,5 @@ def _holdings(adoption: "Adoption", model: torch.nn.Module) -> Holdings:
 
 def _cause(error: Exception) -> str:
     """The error in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:_CAUSE_LENGTH]}"

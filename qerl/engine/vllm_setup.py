@@ -7,6 +7,7 @@ are put back.
 
 Version differences live here, one named function each, with the versions that it covers.
 """
+# pyright: reportMissingImports=false
 
 import gc
 import importlib.metadata

@@ -10,10 +10,13 @@ The loader ends by comparing the storage of every parameter with the base's, so 
 
 vLLM instantiates config and loader itself, so they find the adoption in hand through `_current`.
 """
+# pyright: reportMissingImports=false
+# vLLM is not part of the environment that types are checked in.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -165,11 +168,13 @@ def _adoption() -> Adoption:
 
 
 class _AdoptedLinear(LinearMethodBase):
-    """A fused linear on packed weights, with its adapter: y = x W^T + bias + (x A^T) B^T."""
+    """A fused linear on packed weights, with its adapter: y = x W^T + bias + (x A^T) B^T. One object a layer."""
 
     def __init__(self, adoption: Adoption, name: str):
         self.adoption = adoption
         self.name = name
+        self.packed = adoption.base.linears[name]
+        self.parts = adoption.parts.get(name)
 
     def create_weights(
         self,
@@ -181,20 +186,15 @@ class _AdoptedLinear(LinearMethodBase):
         params_dtype: torch.dtype,
         **_: object,
     ) -> None:
-        packed = self.adoption.base.linears[self.name]
-        expected = (sum(output_partition_sizes), input_size_per_partition)
+        packed, expected = self.packed, (sum(output_partition_sizes), input_size_per_partition)
         if packed.shape != expected:
             raise RunError("setup", f"{self.name} is {packed.shape} packed and {expected} in vLLM")
-        layer.qerl_num_rows = packed.shape[0]
         for field_name, tensor in packed.tensors().items():
-            parameter = nn.Parameter(tensor, requires_grad=False)
-            layer.register_parameter(f"qerl_{field_name.replace('.', '_')}", parameter)
-            if tensor is key_of(packed):
-                layer.qerl_key = parameter
-        parts = self.adoption.parts.get(self.name)
-        layer.qerl_adapted = parts is not None
-        if parts is not None:
-            buffers = AdapterBuffers.empty(parts, packed.shape, params_dtype, packed.device)
+            # The operator's key is looked for under a name of its own, the other tensors under theirs.
+            leaf = "key" if tensor is key_of(packed) else field_name.replace(".", "_")
+            layer.register_parameter(f"qerl_{leaf}", nn.Parameter(tensor, requires_grad=False))
+        if self.parts is not None:
+            buffers = AdapterBuffers.empty(self.parts, packed.shape, params_dtype, packed.device)
             layer.register_buffer("lora_A", buffers.a, persistent=False)
             layer.register_buffer("lora_B", buffers.b, persistent=False)
             self.adoption.adapters[self.name] = buffers
@@ -202,11 +202,11 @@ class _AdoptedLinear(LinearMethodBase):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Nothing: the weights are in the kernel's layout since they were packed."""
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        y = torch.ops.qerl.packed_linear(x, layer.qerl_key, layer.qerl_num_rows)
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = torch.ops.qerl.packed_linear(x, layer.qerl_key, self.packed.shape[0])
         if bias is not None:
             y = y + bias
-        if layer.qerl_adapted:
+        if self.parts is not None:
             y = y + F.linear(F.linear(x, layer.lora_A), layer.lora_B)
         return y
 
@@ -236,7 +236,7 @@ class _AdoptedEmbedding(UnquantizedEmbeddingMethod):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Nothing: vLLM's own would keep a second, packed copy on a CPU."""
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, layer.weight, bias)
 
 
