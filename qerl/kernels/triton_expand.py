@@ -14,12 +14,9 @@ Humming's layout (`humming_layout`): a program reads tiles of 128 words, 16 byte
 the four pairs it holds and lets Triton reorder them through shared memory, so that a row is written 16 bytes a thread.
 """
 
-# triton is optional, and `kernel[grid](...)` is its own use of the brackets.
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# triton is optional; `kernel[grid](...)` is its own use of the brackets; its constexpr parameters take plain values.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false
 import os
-
-# pyright: reportArgumentType=false
-# Triton's kernels take plain values for their constexpr parameters; its types do not say so.
 
 import torch
 import triton
