@@ -206,9 +206,10 @@ def test_other_quantizations_are_named(llama: Path, tmp_path: Path) -> None:
     refused(llama, "by 'modelopt', which qerl does not read")
     edit_config(llama, quantization_config={"quant_method": "gptq", "bits": 4})
     refused(llama, "by 'gptq'")
-    refused(llama, "quant=nf4 needs the unquantized model", format="nf4")
+    refused(llama, "by 'gptq'", format="nf4")
     packed = write_nvfp4(save_model(tmp_path / "m"), tmp_path / "packed")
-    refused(packed, "quant=bf16 needs the unquantized model", format="bf16")
+    for other in ("bf16", "nf4"):
+        refused(packed, f"quant={other} needs the unquantized model", format=other)
     with pytest.raises(UserError, match="already quantized"):
         write_nvfp4(packed, tmp_path / "again")
     changes = (
