@@ -30,6 +30,8 @@ from qerl.engine.vllm_arguments import (
 )
 from qerl.engine.vllm_setup import process_left_alone, require_vllm, shut_down
 from qerl.errors import RunError, UserError
+from qerl.kernels.gemm import check_layout
+from qerl.kernels.humming_layout import HummingWeight
 from qerl.model.policy import Policy
 from qerl.types import GenerationRequest, NoiseDraw, Rollout, Sampling
 
@@ -99,6 +101,7 @@ class VllmEngine:
         parts = adapter_parts(policy.causal_model, policy.base.layout)
         self.graph_settings = graph_settings(parts, policy, options)
         arguments = llm_arguments(policy, options, self.graph_settings)
+        _check_layout(policy)
         vllm_ops.offer(
             policy.base.linears.values(), policy.dtype, batch_invariant=options.batch_invariant
         )
@@ -198,6 +201,13 @@ class VllmEngine:
             finish_reason=completion.finish_reason,
             version=self.version,
         )
+
+
+def _check_layout(policy: Policy) -> None:
+    """Compare Humming's layout with the installed Humming's. Raises UserError when they differ."""
+    first = next(iter(policy.base.linears.values()))
+    if isinstance(first, HummingWeight) and first.device.type == "cuda":
+        check_layout(first.device, first.mma)
 
 
 def _holdings(adoption: "Adoption", model: torch.nn.Module) -> Holdings:
