@@ -96,6 +96,8 @@ def test_imports_point_one_way(module, path):
         for third_party, home in ONLY_UNDER.items():
             if is_under(imported, third_party):
                 assert is_under(module, home), imported
+        if is_under(imported, "vllm"):
+            assert path.name.startswith("vllm_"), imported
         below = module.count(".") > 1
         assert not (
             below and imported.split(".")[:2] in [["qerl", name] for name in ENTRY_POINTS]
