@@ -13,6 +13,7 @@ from qerl.cache import cache_root
 from qerl.config import Config
 from qerl.engine.base import Engine
 from qerl.engine.transformers_engine import TransformersEngine
+from qerl.engine.vllm_setup import require_vllm
 from qerl.errors import UserError
 from qerl.footprint import num_rows
 from qerl.memory import return_freed_memory
@@ -168,6 +169,12 @@ def _check_lengths(config: Config, model_config: PreTrainedConfig) -> None:
         )
 
 
+def check_engine(config: Config, device: torch.device) -> None:
+    """Raise UserError, before anything is packed or written, when the engine is not installed or cannot run here."""
+    if config.engine == "vllm":
+        require_vllm(device)
+
+
 def build_engine(config: Config, policy: Policy) -> Engine:
     """The engine that the config names."""
     if config.engine == "transformers":
@@ -211,6 +218,7 @@ def open_inference(
     """Policy and engine for evaluation and sampling."""
     check_model(config, source)
     device = resolve_device(config)
+    check_engine(config, device)
     policy = build_policy(config, source, device, resolve_dtype(config, device))
     sampling = build_sampling(config, eos_token_ids(source, tokenizer))
     return Inference(source, tokenizer, policy, build_engine(config, policy), sampling)

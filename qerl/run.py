@@ -23,6 +23,7 @@ from qerl.build import (
     build_engine,
     build_policy,
     build_sampling,
+    check_engine,
     check_model,
     eos_token_ids,
     load_tokenizer,
@@ -184,6 +185,7 @@ def open_training_run(prepared: Preparation) -> Iterator[Run]:
     Ctrl-C and SIGTERM ask the loop to save and return; a second one stops at once.
     """
     config, data = prepared.config, prepared.data
+    check_engine(config, prepared.device)
     for note in try_rewards(data.train, data.rewards, prepared.tokenizer, config.reward):
         say(f"note: {note}")
     state = open_run(

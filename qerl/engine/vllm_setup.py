@@ -68,13 +68,13 @@ def require_vllm(device: torch.device) -> str:
     version = installed_version()
     if version is None:
         raise UserError(
-            "engine=vllm needs vLLM, which is not installed: pip install 'qerl[gpu]' on a machine with a GPU, "
+            "engine=vllm needs vLLM, which is not installed: pip install '.[gpu]' in qerl's folder on a machine with a GPU, "
             "or use --engine transformers"
         )
     if parse_version(version) < OLDEST:
         raise UserError(
             f"engine=vllm needs vLLM {'.'.join(map(str, OLDEST))} or newer; {version} is installed: "
-            "pip install 'qerl[gpu]', or use --engine transformers"
+            "pip install '.[gpu]' in qerl's folder, or use --engine transformers"
         )
     if device.type == "cuda":
         _check_gpu(device)
