@@ -41,13 +41,14 @@ def summarize(run: Run) -> None:
 
 
 def _samples(run: Run, first: int, last: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The same problems before and after; those that were wrong before and are right after come first."""
-    before, after = (_eval_rows(run, step) for step in (first, last))
+    """The same problems before and after, one sample of each; what was wrong and became right comes first."""
     pairs = sorted(
-        zip(before, after, strict=True),
+        zip(_eval_rows(run, first), _eval_rows(run, last), strict=True),
         key=lambda pair: (pair[0]["reward"] or 0) - (pair[1]["reward"] or 0),
-    )[:SAMPLES_SHOWN]
-    return [b for b, _ in pairs], [a for _, a in pairs]
+    )
+    of_problem = {before["problem_id"]: (before, after) for before, after in reversed(pairs)}
+    chosen = list(of_problem.values())[::-1][:SAMPLES_SHOWN]
+    return [before for before, _ in chosen], [after for _, after in chosen]
 
 
 def _eval_rows(run: Run, step: int) -> list[dict[str, Any]]:
