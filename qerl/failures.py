@@ -18,8 +18,8 @@ ERROR_LOG = "error.log"
 
 LESS_MEMORY = {
     "setup": "take a smaller model, or --quant nvfp4",
-    "rollout": "lower --max-batch-size or --max-completion-length",
-    "eval": "lower --max-batch-size or --max-completion-length",
+    "rollout": "lower --max-batch-size, or --max-completion-length in a new --run-dir",
+    "eval": "lower --max-batch-size, or --max-completion-length in a new --run-dir",
     "update": "lower --max-tokens-per-microbatch, or set --gradient-checkpointing",
 }
 """What makes a phase need less; all but the model may change when the run is continued."""

@@ -20,7 +20,7 @@ update    activations    tokens x L x (c (2 H + 3 Q + 2 KV + 4 I + 7 r) + 8 H): 
 both      fp32 head      V H x 4, on the CPU in bf16 only: the head's products are in fp32
 
 The phases never overlap, so the peak is always + the larger of the two. Packed and adapter bytes are exact; the sum was
-0-20 % above what SmolLM2's peak was on the CPU, with `memory.return_freed_memory` (without it: up to half of it).
+meant to lie above the real peak on the CPU, with `memory.return_freed_memory`; how far was not measured.
 """
 
 import math
