@@ -19,7 +19,7 @@ update    activations    tokens x L x (c (2 H + 3 Q + 2 KV + 4 I + 7 r) + 8 H): 
           one layer      the largest matrix dense, and the gradients that flow through one layer
 both      fp32 head      V H x 4, on the CPU in bf16 only: the head's products are in fp32
 
-The phases never overlap, so the peak is always + the larger of the two. Packed and adapter bytes are exact; the sum was
+The phases never overlap, so the peak is always + the larger of the two. Packed and adapter bytes are exact; the sum is
 meant to lie above the real peak on the CPU, with `memory.return_freed_memory`; how far was not measured.
 """
 
