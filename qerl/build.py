@@ -15,7 +15,7 @@ from qerl.engine.base import Engine
 from qerl.engine.transformers_engine import TransformersEngine
 from qerl.engine.vllm_setup import require_vllm
 from qerl.errors import UserError
-from qerl.footprint import num_rows
+from qerl.footprint import num_rows, recomputes
 from qerl.memory import return_freed_memory
 from qerl.metrics import say
 from qerl.model.policy import Policy, check_adapter
@@ -128,8 +128,7 @@ def build_policy(
         cache_dir=cache_root(),
     )
     policy = Policy(base, config.lora, model_name=source.name, seed=config.seed)
-    recompute = config.train.gradient_checkpointing
-    if recompute or (recompute is None and device.type == "cuda"):
+    if recomputes(config, device.type):
         policy.enable_recomputation()
     return policy
 

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from qerl.algo.noise import draw_noise
 from qerl.config import LoraConfig
 from qerl.errors import UserError
+from qerl.kernels import expand
 from qerl.model.attention import PackedLayout, register
 from qerl.model.frozen_linear import FrozenLinear, LoraLinear
 from qerl.model.logprobs import chunked_logprobs
@@ -181,7 +182,7 @@ class Policy:
         linears = [m for m in self.causal_model.modules() if isinstance(m, FrozenLinear)]
         try:
             for linear in linears:
-                linear.expanded = linear.packed.expand(self.dtype)
+                linear.expanded = expand(linear.packed, self.dtype)
             yield
         finally:
             for linear in linears:
