@@ -84,6 +84,10 @@ class RewardConfig(Section):
     """Seconds a call may take before its worker process is killed and replaced."""
     reward_workers: Positive = 2
     """Worker processes that run reward functions."""
+    reward_memory_gib: Annotated[float, Field(gt=0)] = 4.0
+    """Memory a worker process may allocate; beyond it allocations fail and the sample has no reward."""
+    max_failure_share: Fraction = 0.5
+    """The run stops when more than this share of a step's samples have a reward function that failed."""
 
     @model_validator(mode="after")
     def _one_weight_a_function(self) -> Self:
@@ -208,6 +212,12 @@ class NoiseConfig(Section):
     """Stages over the run; stage 0 has no added noise."""
     schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = "exponential"
     """How sigma goes from sigma_start to sigma_end."""
+    stop_at: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the run after which sigma is 0; the stages before that are as without it."""
+    norm_dtype: Annotated[
+        Literal["float32", "bfloat16"], _aliases(bf16="bfloat16", fp32="float32")
+    ] = "float32"
+    """What noisy norm weights are rounded to. bfloat16 shows what an engine with bf16 norms would lose (docs/aqn.md)."""
 
 
 class LogConfig(Section):

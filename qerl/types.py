@@ -57,6 +57,8 @@ class NoiseDraw:
     sigma: float
     seed: int
     step: int
+    norm_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What clean + noise is rounded to"""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl.algo.noise import draw_noise, noise_at, sigma_of_stage, stage_of
+from qerl.algo.noise import draw_noise, noise_at, noisy_weight, sigma_of_stage, stage_of
 from qerl.config import NoiseConfig
 from qerl.types import NoiseDraw
 
@@ -66,3 +66,24 @@ def test_off_and_stage_zero_draw_nothing():
     assert noise_at(0, 100, 0, NoiseConfig()) is None
     assert noise_at(50, 100, 0, NoiseConfig(scope="off")) is None
     assert noise_at(10, 100, 7, NoiseConfig()) == NoiseDraw(sigma=1e-2, seed=7, step=10)
+
+
+def test_noise_stops_where_it_is_told_and_is_unchanged_before():
+    config, stopped = NoiseConfig(), NoiseConfig(stop_at=0.6)
+    draws = [noise_at(step, 50, 0, stopped) for step in range(50)]
+    assert draws[:30] == [noise_at(step, 50, 0, config) for step in range(30)]
+    assert draws[30:] == [None] * 20
+    assert noise_at(30, 50, 0, config) is not None
+
+
+@pytest.mark.parametrize(("sigma", "share_changed"), [(1e-2, (0.6, 0.9)), (5e-4, (0.0, 1e-3))])
+def test_bf16_norms_lose_small_noise(sigma, share_changed):
+    """Near 1 bf16 numbers are 2^-8 (below 1) or 2^-7 (above) apart: most noise of 5e-4 is rounded away."""
+    clean = torch.ones(100_000)
+    noisy = noisy_weight(clean, NoiseDraw(sigma, 0, 1, norm_dtype="bfloat16"), "norm")
+    assert torch.equal(noisy, noisy.bfloat16().float())
+    low, high = share_changed
+    assert low <= (noisy != clean).double().mean().item() <= high
+    exact = noisy_weight(clean, NoiseDraw(sigma, 0, 1), "norm")
+    assert (exact != clean).double().mean().item() > 0.99
+    assert torch.equal(noisy, exact.bfloat16().float())

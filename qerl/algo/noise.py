@@ -46,11 +46,9 @@ def sigma_of_stage(stage: int, config: NoiseConfig) -> float:
 def noise_at(step: int, num_steps: int, seed: int, config: NoiseConfig) -> NoiseDraw | None:
     """The draw of a step, or None when nothing is to be added."""
     sigma = sigma_of_stage(stage_of(step, num_steps, config.num_stages), config)
-    return (
-        None
-        if config.scope == "off" or sigma == 0
-        else NoiseDraw(sigma=sigma, seed=seed, step=step)
-    )
+    if config.scope == "off" or sigma == 0 or step >= config.stop_at * num_steps:
+        return None
+    return NoiseDraw(sigma=sigma, seed=seed, step=step, norm_dtype=config.norm_dtype)
 
 
 def draw_noise(draw: NoiseDraw, module_name: str, shape: torch.Size) -> Tensor:
@@ -59,3 +57,9 @@ def draw_noise(draw: NoiseDraw, module_name: str, shape: torch.Size) -> Tensor:
         derive_seed("noise", draw.seed, draw.step, module_name)
     )
     return torch.randn(shape, generator=generator, dtype=torch.float32) * draw.sigma
+
+
+def noisy_weight(clean: Tensor, draw: NoiseDraw, module_name: str) -> Tensor:
+    """clean + noise of one norm, fp32 on the weight's device, rounded to `draw.norm_dtype`."""
+    noisy = clean + draw_noise(draw, module_name, clean.shape).to(clean.device)
+    return noisy.bfloat16().float() if draw.norm_dtype == "bfloat16" else noisy

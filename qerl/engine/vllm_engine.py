@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qerl.algo.noise import draw_noise
+from qerl.algo.noise import noisy_weight
 from qerl.engine import vllm_ops
 from qerl.engine.vllm_adapter import adapter_parts
 from qerl.engine.vllm_arguments import (
@@ -131,7 +131,7 @@ class VllmEngine:
             if noise is None:
                 weight.copy_(clean)
             else:
-                weight.copy_(clean + draw_noise(noise, name, clean.shape).to(clean.device))
+                weight.copy_(noisy_weight(clean, noise, name))
         if not self.llm.reset_prefix_cache():
             raise RunError(
                 "sync", "vLLM does not empty its prefix cache: requests are still running"

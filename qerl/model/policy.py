@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from qerl.algo.noise import draw_noise
+from qerl.algo.noise import noisy_weight
 from qerl.config import LoraConfig
 from qerl.errors import UserError
 from qerl.kernels import expand
@@ -170,7 +170,7 @@ class Policy:
         }
         try:
             for name, module in self.noise_modules.items():
-                module.weight.data.add_(draw_noise(draw, name, module.weight.shape).to(self.device))
+                module.weight.data.copy_(noisy_weight(clean[name], draw, name))
             yield
         finally:
             for name, module in self.noise_modules.items():
