@@ -1,7 +1,7 @@
 """Composition: from a config to the pieces of a run. Used by the entry points and by nothing else."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -12,15 +12,18 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from qerl.cache import cache_root
 from qerl.config import Config
 from qerl.engine.base import Engine
+from qerl.engine.choice import EngineChoice, choose_engine
 from qerl.engine.transformers_engine import TransformersEngine
-from qerl.engine.vllm_setup import require_vllm
 from qerl.errors import UserError
 from qerl.footprint import num_rows, recomputes
+from qerl.kernels.humming_layout import mma_of, pack
 from qerl.memory import return_freed_memory
 from qerl.metrics import say
 from qerl.model.policy import Policy, check_adapter
 from qerl.model.source import ModelSource
 from qerl.quant.base_weights import BaseWeights, check_source
+from qerl.quant.nvfp4 import Nvfp4Weight
+from qerl.quant.packed import PackedWeight
 from qerl.tasks import Task, load_task
 from qerl.tasks.prompts import EncodedProblems, encode_problems
 from qerl.tasks.rewards import RewardSpec, resolve_rewards
@@ -113,10 +116,27 @@ def build_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> Data:
     return Data(task, train, test, rewards, tuple(dict.fromkeys(notes)))
 
 
+def kernel_layout(
+    quant: str, engine: str, device: torch.device
+) -> Callable[[PackedWeight], PackedWeight] | None:
+    """What brings a packed matrix into the layout of the engine's GEMM; None where the format's own is what is used.
+
+    vLLM on a GPU multiplies NVFP4 with Humming. The trainer and the transformers engine expand, from any layout.
+    """
+    if quant != "nvfp4" or engine != "vllm" or device.type != "cuda":
+        return None
+    mma = mma_of(device)
+    return lambda weight: pack(cast(Nvfp4Weight, weight), mma)
+
+
 def build_policy(
-    config: Config, source: ModelSource, device: torch.device, dtype: torch.dtype
+    config: Config,
+    source: ModelSource,
+    device: torch.device,
+    dtype: torch.dtype,
+    engine: EngineChoice,
 ) -> Policy:
-    """Pack the base (or read its cache) and put the adapter on it."""
+    """Pack the base (or read its cache), in the layout that the engine's kernels want, and put the adapter on it."""
     if device.type == "cpu":
         return_freed_memory()
     base = BaseWeights.load(
@@ -126,7 +146,10 @@ def build_policy(
         dtype=dtype,
         device=device,
         cache_dir=cache_root(),
+        relayout=kernel_layout(config.quant, engine.name, device),
     )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what packing left behind
     policy = Policy(base, config.lora, model_name=source.name, seed=config.seed)
     if recomputes(config, device.type):
         policy.enable_recomputation()
@@ -168,15 +191,9 @@ def _check_lengths(config: Config, model_config: PreTrainedConfig) -> None:
         )
 
 
-def check_engine(config: Config, device: torch.device) -> None:
-    """Raise UserError, before anything is packed or written, when the engine is not installed or cannot run here."""
-    if config.engine == "vllm":
-        require_vllm(device)
-
-
-def build_engine(config: Config, policy: Policy) -> Engine:
-    """The engine that the config names."""
-    if config.engine == "transformers":
+def build_engine(config: Config, policy: Policy, choice: EngineChoice) -> Engine:
+    """The chosen engine."""
+    if choice.name == "transformers":
         return TransformersEngine(policy, config.rollout.max_batch_size)
     from qerl.engine.vllm_engine import VllmEngine, VllmOptions
 
@@ -217,10 +234,11 @@ def open_inference(
     """Policy and engine for evaluation and sampling."""
     check_model(config, source)
     device = resolve_device(config)
-    check_engine(config, device)
-    policy = build_policy(config, source, device, resolve_dtype(config, device))
+    choice = choose_engine(config.engine, device, config.quant)
+    say(choice.line())
+    policy = build_policy(config, source, device, resolve_dtype(config, device), choice)
     sampling = build_sampling(config, eos_token_ids(source, tokenizer))
-    return Inference(source, tokenizer, policy, build_engine(config, policy), sampling)
+    return Inference(source, tokenizer, policy, build_engine(config, policy, choice), sampling)
 
 
 def run_dir_of(config: Config) -> Path:

@@ -260,8 +260,8 @@ class Config(Section):
     """Format of the frozen base: nvfp4, nf4 (alias qlora: bitsandbytes, double quantization), bf16 (alias lora: as it is)."""
     rounding: Literal["nearest", "mse", "four_over_six"] = "four_over_six"
     """How weights are rounded to NVFP4 (docs/nvfp4.md)."""
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """What samples completions, on the trainer's own tensors: transformers (anywhere) or vllm (docs/vllm.md)."""
+    engine: Literal["auto", "transformers", "vllm"] = "auto"
+    """What samples completions: transformers (anywhere) or vllm (docs/vllm.md). auto: vllm where a GPU and vLLM are there."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA if there is a GPU."""
     dtype: Annotated[

@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 def plan_for(config: Config) -> "Plan":
     """The plan of a config: exact where the model is on this machine, from its config.json alone where it is not."""
     from qerl.build import resolve_device, resolve_dtype, run_dir_of
+    from qerl.engine.choice import choose_engine
     from qerl.model.source import describe_remote
     from qerl.planning import make_plan, measure_speed
     from qerl.run import num_steps_of, prepare
@@ -64,6 +65,7 @@ def plan_for(config: Config) -> "Plan":
         longest_prompt=config.rollout.max_prompt_length,
         device=device,
         dtype=dtype,
+        engine=choose_engine(config.engine, device, config.quant),
         run_dir=run_dir_of(config),
         speed=measure_speed(device, dtype),
     )
@@ -87,6 +89,7 @@ def plan_of(prepared: "Preparation") -> "Plan":
         longest_prompt=max(len(ids) for ids in prompts),
         device=prepared.device,
         dtype=prepared.dtype,
+        engine=prepared.engine,
         run_dir=prepared.run_dir,
         speed=measure_speed(prepared.device, prepared.dtype),
     )

@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 
 from qerl.checkpoint import check_disk_space
 from qerl.config import Config
+from qerl.engine.choice import EngineChoice
 from qerl.errors import UserError
 from qerl.footprint import (
     GIB,
@@ -68,6 +69,7 @@ class Plan:
     """None: the hub could not be asked."""
     device: torch.device
     dtype: torch.dtype
+    engine: EngineChoice
     num_parameters: int
     num_adapter_parameters: int
     parts: tuple[Part, ...]
@@ -97,6 +99,7 @@ def make_plan(
     longest_prompt: int,
     device: torch.device,
     dtype: torch.dtype,
+    engine: EngineChoice,
     run_dir: Path,
     speed: Speed,
 ) -> Plan:
@@ -117,6 +120,7 @@ def make_plan(
         download_bytes=download_bytes,
         device=device,
         dtype=dtype,
+        engine=engine,
         num_parameters=num_parameters(layout),
         num_adapter_parameters=num_adapter,
         parts=footprint(config, layout, device.type, dtype, longest_prompt),
@@ -164,6 +168,7 @@ def format_plan(plan: Plan) -> str:
     lines = [
         ("model", f"{plan.origin}, {_count(plan.num_parameters)} parameters"),
         ("base", f"{config.quant}, {plan.device.type}, computing in {dtype}"),
+        ("engine", f"{plan.engine.name} ({plan.engine.reason})"),
         (
             "adapter",
             f"rank {config.lora.lora_r}, {_count(plan.num_adapter_parameters)} parameters",

@@ -23,7 +23,6 @@ from qerl.build import (
     build_engine,
     build_policy,
     build_sampling,
-    check_engine,
     check_model,
     eos_token_ids,
     load_tokenizer,
@@ -34,6 +33,7 @@ from qerl.build import (
 from qerl.checkpoint import CheckpointInfo, load_checkpoint, save_checkpoint
 from qerl.config import Config
 from qerl.engine.base import Engine
+from qerl.engine.choice import EngineChoice, choose_engine
 from qerl.evaluation import Evaluation
 from qerl.failures import failure_log, phase
 from qerl.memory import memory_metrics
@@ -156,6 +156,7 @@ class Preparation:
     num_steps: int
     run_dir: Path
 
+    engine: EngineChoice
 
 def prepare(config: Config) -> Preparation:
     """Resolve device, model files, tokenizer and data. Raises UserError for whatever is wrong with them."""
@@ -175,6 +176,7 @@ def prepare(config: Config) -> Preparation:
         num_steps=num_steps_of(config, len(data.train.problems)),
         run_dir=run_dir_of(config),
     )
+        engine=choose_engine(config.engine, device, config.quant),
 
 
 @contextmanager
@@ -185,7 +187,6 @@ def open_training_run(prepared: Preparation) -> Iterator[Run]:
     Ctrl-C and SIGTERM ask the loop to save and return; a second one stops at once.
     """
     config, data = prepared.config, prepared.data
-    check_engine(config, prepared.device)
     for note in try_rewards(data.train, data.rewards, prepared.tokenizer, config.reward):
         say(f"note: {note}")
     state = open_run(
@@ -221,8 +222,8 @@ def _build_run(prepared: Preparation, state: RunState, closing: ExitStack) -> Ru
             log_path=prepared.run_dir / "rewards.log",
         )
     )
-    policy = build_policy(config, prepared.source, prepared.device, prepared.dtype)
-    engine = build_engine(config, policy)
+    policy = build_policy(config, prepared.source, prepared.device, prepared.dtype, prepared.engine)
+    engine = build_engine(config, policy, prepared.engine)
     closing.callback(engine.close)
     run = Run(
         config=config,

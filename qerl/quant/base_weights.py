@@ -9,6 +9,7 @@ head and biases in the compute dtype.
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -56,6 +57,7 @@ class BaseWeights:
         dtype: torch.dtype,
         device: torch.device,
         cache_dir: Path | None = None,
+        relayout: Callable[[PackedWeight], PackedWeight] | None = None,
     ) -> Self:
         """Read and pack a checkpoint folder.
 
@@ -66,6 +68,8 @@ class BaseWeights:
             dtype: of embeddings, head and biases.
             device: where the result lives and packing computes.
             cache_dir: folder of the disk cache; None packs in memory. Only NVFP4 from a dense source is cached.
+            relayout: brings a packed matrix into a kernel's layout. Called on one at a time, so no second base exists;
+                the cache on disk stays in the canonical layout.
 
         Raises:
             UserError: the folder is no whole checkpoint of a supported model, or is quantized in another format.
@@ -76,13 +80,13 @@ class BaseWeights:
         device = torch.device(device)
         if checkpoint.quantization is not None:
             _check_packed(checkpoint, format)
-            return cls._read_packed(checkpoint, None, dtype, device)
+            return cls._read_packed(checkpoint, None, dtype, device, relayout)
         if format == "nvfp4" and cache_dir is not None:
             cached, report = cached_checkpoint(
                 checkpoint, cache_dir, rounding=rounding, device=device
             )
-            return cls._read_packed(cached, report, dtype, device)
-        return cls._pack_dense(checkpoint, format, rounding, dtype, device)
+            return cls._read_packed(cached, report, dtype, device, relayout)
+        return cls._pack_dense(checkpoint, format, rounding, dtype, device, relayout)
 
     @classmethod
     def _pack_dense(
@@ -92,6 +96,7 @@ class BaseWeights:
         rounding: Rounding,
         dtype: torch.dtype,
         device: torch.device,
+        relayout: Callable[[PackedWeight], PackedWeight] | None,
     ) -> Self:
         config = checkpoint.load_config()
         layout = build_layout(config)
@@ -100,7 +105,8 @@ class BaseWeights:
             check_columns(checkpoint, layout)
         linears, reports = {}, []
         for fused in layout.linears:
-            linears[fused.name], report = pack_linear(checkpoint, fused, format, rounding, device)
+            weight, report = pack_linear(checkpoint, fused, format, rounding, device)
+            linears[fused.name] = weight if relayout is None else relayout(weight)
             reports.append(report)
         tensors = _read_dense(checkpoint, layout, dtype, device)
         report = PackingReport(require_packed(reports), _nbytes(tensors))
@@ -114,6 +120,7 @@ class BaseWeights:
         cached: PackingReport | None,
         dtype: torch.dtype,
         device: torch.device,
+        relayout: Callable[[PackedWeight], PackedWeight] | None,
     ) -> Self:
         """Read an NVFP4 checkpoint. `cached` is the report of packing it, when we did."""
         config = checkpoint.load_config()
@@ -123,7 +130,7 @@ class BaseWeights:
         linears, reports = {}, []
         for fused in layout.linears:
             weight, sqnr_db = read_fused(checkpoint, fused, device)
-            linears[fused.name] = weight
+            linears[fused.name] = weight if relayout is None else relayout(weight)
             reports.append(LinearReport(fused.name, weight.shape, weight.nbytes, sqnr_db))
         tensors = _read_dense(checkpoint, layout, dtype, device)
         linear_reports = require_packed(reports) if cached is None else cached.linears
