@@ -8,10 +8,14 @@ from pathlib import Path
 from qerl.cli import ExtraFlag, parse_arguments
 from qerl.config import Config
 from qerl.errors import UserError
-from qerl.layers import build_config
+from qerl.layers import Layer, Setting, build_config
 
 RUN = ExtraFlag("run", "Run folder: its settings, and its adapter.", positional=True)
-ADAPTER = ExtraFlag("adapter", "Folder of a PEFT adapter, or a run folder.", takes_value=True)
+ADAPTER = ExtraFlag(
+    "adapter",
+    "Folder of a PEFT adapter, or a run folder: its adapter and settings.",
+    takes_value=True,
+)
 
 
 def parse_run_arguments(
@@ -20,11 +24,12 @@ def parse_run_arguments(
     prog: str,
     description: str,
     extra_flags: Sequence[ExtraFlag] = (),
+    examples: Sequence[str] = (),
 ) -> tuple[Config, Namespace, Path | None]:
     """Parse; returns the config, the other arguments and the adapter's folder (None: the base alone).
 
-    With a run folder the config is the run's, and flags override it. Raises UserError for a folder that is no run
-    and for an adapter that is not there.
+    With a run folder, given as RUN or as --adapter, the config is the run's, and flags override it: what was trained is
+    asked as it was trained. Raises UserError for a folder that is no run and for an adapter that is not there.
     """
     argv = sys.argv[1:] if argv is None else argv
     names_model = any(word.partition("=")[0] == "--model" for word in argv)
@@ -33,8 +38,11 @@ def parse_run_arguments(
         prog=prog,
         description=description,
         extra_flags=(ADAPTER, *extra_flags) if names_model else (RUN, ADAPTER, *extra_flags),
+        examples=examples,
     )
     run = None if names_model else options.run
+    if run is None and options.adapter is not None and _is_run(Path(options.adapter)):
+        run = options.adapter
     if run is None and not names_model and options.config is None:
         raise UserError(f"which model? {prog} RUN takes a run folder; or give --model NAME")
     base = None
@@ -42,9 +50,23 @@ def parse_run_arguments(
         from qerl.run_folder import read_run_config
 
         base = read_run_config(Path(run))["config"]
+        layer = _with_the_model_of_a_preset(layer)
     config, _ = build_config(layer, options.config, base)
     folder = options.adapter or run
     return config, options, None if folder is None else _adapter_folder(Path(folder))
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "adapter").is_dir() and (folder / "config.json").is_file()
+
+
+def _with_the_model_of_a_preset(layer: Layer) -> Layer:
+    """A preset's name stands for its model only: its other settings would override the run's."""
+    if "model" not in layer:
+        return layer
+    config, preset = build_config({"model": layer["model"]})
+    model = Setting(config.model, layer["model"].origin)
+    return layer | {"model": model} if preset else layer
 
 
 def _adapter_folder(folder: Path) -> Path:

@@ -137,3 +137,8 @@ def extract_answer(completion: str, answer: str | None) -> str:
     num_lines = 1 if answer is None else answer.strip().count("\n") + 1
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     return "\n".join(lines[-num_lines:]) if num_lines > 1 else "".join(lines[-1:]).strip()
+
+
+def voted_answer(completion: str, answer: str | None) -> str | None:
+    """placeholder"""
+    return extract_answer(completion, answer) or None
