@@ -25,9 +25,14 @@ from qerl.quant.base_weights import BaseWeights, check_source
 from qerl.quant.nvfp4 import Nvfp4Weight
 from qerl.quant.packed import PackedWeight
 from qerl.tasks import Task, load_task
+from qerl.tasks.asks import notes_on_marks
 from qerl.tasks.prompts import EncodedProblems, encode_problems
 from qerl.tasks.rewards import RewardSpec, resolve_rewards
+from qerl.tasks.shots import take_shots
 from qerl.types import Sampling
+
+PROMPTS_LOOKED_AT = 32
+"""Prompts that are searched for what the rewards look for."""
 
 
 def resolve_device(config: Config) -> torch.device:
@@ -81,6 +86,7 @@ class Data:
     """The task in tokens."""
 
     task: Task
+    """Without the problems that are shown as examples (`prompt.num_shots`)."""
     train: EncodedProblems
     test: EncodedProblems | None
     """None when evaluation is off or nothing is held out."""
@@ -88,30 +94,47 @@ class Data:
     notes: tuple[str, ...]
 
 
-def build_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> Data:
-    """Load the task and encode its prompts. Raises UserError for everything that is wrong with either."""
-    task = load_task(config.task)
+def build_data(
+    config: Config, tokenizer: PreTrainedTokenizerBase, *, for_training: bool = True
+) -> Data:
+    """Load the task and encode its prompts. Raises UserError for everything that is wrong with either.
+
+    Without `for_training` a task may have held-out problems only, and `train` be empty.
+    """
+    task, shots = take_shots(load_task(config.task), config.prompt.num_shots)
+    if for_training and not task.train:
+        raise UserError(
+            f"task {task.name} is for evaluation only; train on another, then: "
+            f"python -m qerl.evaluate RUN --task {task.name}"
+        )
     rewards = resolve_rewards(config.reward.reward_funcs, config.reward.reward_weights, task)
     own = config.prompt.system_prompt
     system_prompt = task.system_prompt if own is None else own
 
     def encode(problems: Sequence) -> EncodedProblems:
         return encode_problems(
-            problems, tokenizer, config.prompt, system_prompt, config.rollout.max_prompt_length
+            problems,
+            tokenizer,
+            config.prompt,
+            system_prompt,
+            config.rollout.max_prompt_length,
+            shots,
         )
 
     train = encode(task.train)
     test = encode(task.test[: config.log.eval_size]) if task.test and config.log.eval_size else None
-    if len(train.problems) < config.rollout.prompts_per_step:
+    if for_training and len(train.problems) < config.rollout.prompts_per_step:
         raise UserError(
             f"{len(train.problems)} training problems are fewer than prompts_per_step="
             f"{config.rollout.prompts_per_step}; lower it or give more data"
         )
     held_out = test.notes if test else ()
+    prompt_ids = (train.prompt_ids or (test.prompt_ids if test else ()))[:PROMPTS_LOOKED_AT]
     notes = [
         *task.notes,
         *train.notes,
         *(f"held out: {n}" for n in held_out if n not in train.notes),
+        *notes_on_marks(rewards, [str(tokenizer.decode(list(ids))) for ids in prompt_ids]),
     ]
     return Data(task, train, test, rewards, tuple(dict.fromkeys(notes)))
 
@@ -150,20 +173,30 @@ def build_policy(
     )
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what packing left behind
-    policy = Policy(base, config.lora, model_name=source.name, seed=config.seed)
+    policy = Policy(
+        base,
+        config.lora,
+        model_name=source.name,
+        seed=config.seed,
+        keep_initial=config.algo.beta > 0,
+    )
     if recomputes(config, device.type):
         policy.enable_recomputation()
     return policy
 
 
-def check_model(config: Config, source: ModelSource) -> None:
-    """All that can be found wrong with model and adapter settings before a weight is read. Raises UserError."""
+def check_model(config: Config, source: ModelSource) -> tuple[PreTrainedConfig, Layout]:
+    """All that can be found wrong with model and adapter settings before a weight is read. Raises UserError.
+
+    Returns transformers' config of the model and the layout of its tensors.
+    """
     model_config, layout = check_source(source.folder, config.quant)
     _check_lengths(config, model_config)
     linears = [member for fused in layout.linears for member in fused.members]
     _check_targets(config.lora.lora_target_modules, linears)
     if config.lora.init_adapter is not None:
         check_adapter(Path(config.lora.init_adapter), config.lora)
+    return model_config, layout
 
 
 def _check_targets(targets: Sequence[str], linears: Sequence[str]) -> None:
@@ -178,16 +211,23 @@ def _check_targets(targets: Sequence[str], linears: Sequence[str]) -> None:
             )
 
 
-def _check_lengths(config: Config, model_config: PreTrainedConfig) -> None:
-    longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
+def context_limit(model_config: PreTrainedConfig) -> tuple[int, str]:
+    """Most tokens that the model can look back on, and what sets that limit."""
     values = model_config.to_dict()
     slides = "sliding_attention" in values.get("layer_types", ["sliding_attention"])
     window = values.get("sliding_window") if slides else None
-    limit = min(model_config.max_position_embeddings, window or longest)
+    if window and window <= model_config.max_position_embeddings:
+        return window, "sliding window"
+    return model_config.max_position_embeddings, "context"
+
+
+def _check_lengths(config: Config, model_config: PreTrainedConfig) -> None:
+    longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
+    limit, what = context_limit(model_config)
     if longest > limit:
         raise UserError(
             f"max_prompt_length + max_completion_length = {longest} is more than the model's "
-            f"{'sliding window' if window and window == limit else 'context'} of {limit} tokens; lower one of them"
+            f"{what} of {limit} tokens; lower one of them"
         )
 
 

@@ -48,7 +48,8 @@ COLUMN_TYPES = {
     "version": pa.int64(),
     "kind": pa.string(),
 }
-"""Columns of a completions table, beside one float64 column `reward/NAME` a reward function."""
+"""Columns of a completions table, beside one float64 column `reward/NAME` a reward function, and one text column
+`extra/NAME` for what a function gave to `log_extra`."""
 
 
 class MetricsWriter:
@@ -216,13 +217,17 @@ def say(text: str) -> None:
 
 def _completions_table(rows: Sequence[dict[str, Any]]) -> pa.Table:
     names = list(dict.fromkeys(name for row in rows for name in row))
-    unknown = [n for n in names if n not in COLUMN_TYPES and not n.startswith("reward/")]
+    prefixes = {"reward/": pa.float64(), "extra/": pa.string()}
+    types = COLUMN_TYPES | {
+        name: kind for name in names for prefix, kind in prefixes.items() if name.startswith(prefix)
+    }
+    unknown = [name for name in names if name not in types]
     if unknown:
         raise ValueError(f"unknown columns in a completions table: {', '.join(unknown)}")
     columns = {
         name: pa.array(
             [row.get(name) for row in rows],
-            type=COLUMN_TYPES.get(name, pa.float64()),
+            type=types[name],
             from_pandas=True,  # NaN becomes null: a completion without a reward
         )
         for name in names

@@ -42,7 +42,7 @@ def try_rewards(
     descriptor, name = tempfile.mkstemp(prefix="qerl-rewards-", suffix=".log")
     os.close(descriptor)
     log = Path(name)
-    with RewardPool(rewards, 1, config.reward_timeout_s, log) as pool:
+    with RewardPool(rewards, 1, config.reward_timeout_s, log, config.reward_memory_gib) as pool:
         (result,) = pool.score([call])
     notes = []
     for failure in result.failures[::NUM_SAMPLES]:

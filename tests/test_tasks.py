@@ -10,6 +10,7 @@ import pytest
 from qerl.config import TaskConfig
 from qerl.errors import UserError
 from qerl.tasks import TASKS, Task, load_task
+from qerl.tasks.catalog import DATASETS
 from qerl.tasks.problems import is_held_out, prompt_hash
 from qerl.tasks.reasoning import divide, fill_pool
 
@@ -249,7 +250,7 @@ def test_rows_without_a_prompt_are_dropped_and_said(tmp_path: Path) -> None:
     rows = [*sums(0, 30), {"question": "", "answer": 1}, {"question": None, "answer": 1}]
     task = load(path=write_jsonl(tmp_path / "a.jsonl", rows))
     assert len(task.train) + len(task.test) == 30
-    assert "2 rows dropped: their prompt is empty" in task.notes
+    assert "train: 2 rows dropped: their prompt is empty" in task.notes
 
 
 @pytest.mark.parametrize(
@@ -288,8 +289,10 @@ def test_gsm8k_takes_what_follows_the_mark(tmp_path: Path) -> None:
     problem = next(p for p in (*task.train, *task.test) if p.prompt == "q7")
     assert problem.answer == "1007" and problem.columns["solution"].endswith("#### 1,007")
     assert task.reward_funcs == ("last_number",) and "####" in task.system_prompt
-    assert any("task gsm8k" in note for note in load(path=path).notes)
-    with pytest.raises(UserError, match="train-0: the answer has no '#### NUMBER'"):
+    assert any("task.answer_format hashes" in note for note in load(path=path).notes)
+    hashes = load(path=path, answer_format="hashes")
+    assert {p.answer for p in hashes.train} <= {f"1,{i:03}" for i in range(30)}
+    with pytest.raises(UserError, match="train-0: the answer has no '#### ...'"):
         load(name="gsm8k", path=write_jsonl(tmp_path / "b.jsonl", sums(0, 30)))
 
 
@@ -317,4 +320,6 @@ def test_tasks_import_nothing_heavy() -> None:
 
 
 def test_the_registry_is_what_the_manual_lists() -> None:
-    assert list(TASKS) == ["gsm8k", "reasoning-gym", "dataset"]
+    manual = (Path(__file__).parents[1] / "docs" / "tasks.md").read_text()
+    assert all(f"| `{name}" in manual for name in TASKS if name != "dataset")
+    assert set(TASKS) == {*DATASETS, "reasoning-gym", "dataset"}

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from qerl.errors import UserError
+from qerl.tasks.catalog import DATASETS
 from qerl.tasks.data import load_dataset_task
-from qerl.tasks.gsm8k import load_gsm8k
 from qerl.tasks.problems import Task
 from qerl.tasks.reasoning import load_reasoning_gym
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["TASKS", "Task", "load_task"]
 
 TASKS: dict[str, Callable[[TaskConfig], Task]] = {
-    "gsm8k": load_gsm8k,
+    **dict.fromkeys(DATASETS, load_dataset_task),
     "reasoning-gym": load_reasoning_gym,
     "dataset": load_dataset_task,
 }
@@ -35,13 +35,18 @@ TAKES_FAMILY = frozenset({"reasoning-gym"})
 def load_task(config: TaskConfig) -> Task:
     """The task that a config names; `dataset` if it only has a path. Raises UserError for all that is wrong with it."""
     if not config.name and config.path is None:
-        raise UserError("no task: give task gsm8k, reasoning-gym/FAMILY, or task.path FILE")
+        raise UserError(
+            "no task: give task gsm8k (or another of docs/tasks.md), reasoning-gym/FAMILY, or task.path FILE"
+        )
     name = config.name or "dataset"
     kind, _, family = name.partition("/")
     if kind not in TASKS or bool(family) != (kind in TAKES_FAMILY):
         raise UserError(_unknown(name))
-    if config.params and kind != "reasoning-gym":
-        raise UserError(f"task.params means nothing to {name}; it is for reasoning-gym/FAMILY")
+    for option in ("params", "weights"):
+        if getattr(config, option) and kind != "reasoning-gym":
+            raise UserError(
+                f"task.{option} means nothing to {name}; it is for reasoning-gym/FAMILY"
+            )
     return TASKS[kind](config)
 
 
@@ -58,6 +63,6 @@ def _unknown(name: str) -> str:
     hint = (
         f"did you mean {' or '.join(near)}?"
         if near
-        else "there are gsm8k, reasoning-gym/FAMILY, dataset."
+        else f"there are {', '.join(kind for kind in TASKS if kind not in TAKES_FAMILY)}, reasoning-gym/FAMILY."
     )
     return f"no task {name!r}; {hint} A file or a data set of the hub goes into task.path"

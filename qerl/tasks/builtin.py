@@ -7,9 +7,11 @@ sample without one gives None, which leaves the term out.
 import functools
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from qerl.tasks import grading
+from qerl.tasks.answers import ANSWER_FORMATS, MARKED, is_right
 
 
 def completion_text(completion: str | list[dict[str, str]]) -> str:
@@ -46,12 +48,22 @@ def boxed_format(completions: Sequence, **columns: Any) -> list[float | None]:
 
 
 def reasoning_gym(
-    completions: Sequence, entry: Sequence, family: Sequence, params: Sequence, **columns: Any
+    completions: Sequence,
+    entry: Sequence,
+    family: Sequence,
+    params: Sequence,
+    answer_format: Sequence[str | None],
+    **columns: Any,
 ) -> list[float | None]:
     """The family's own score of the answer found in the completion; some families give part credit."""
     scores: list[float | None] = []
-    for completion, item, name, settings in zip(completions, entry, family, params, strict=True):
-        answer = grading.extract_answer(completion_text(completion), item["answer"])
+    rows = zip(completions, entry, family, params, answer_format, strict=True)
+    for completion, item, name, settings, form in rows:
+        text = completion_text(completion)
+        if form is None:
+            answer = grading.extract_answer(text, item["answer"])
+        else:
+            answer = ANSWER_FORMATS[form].find(text) or ""
         scores.append(float(_scorer(name, json.dumps(settings))(answer, item)))
     return scores
 
@@ -66,11 +78,13 @@ def _scorer(family: str, params: str) -> Callable[[str, dict], float]:
 
 BUILTIN_REWARDS: dict[str, Callable[..., list[float | None]]] = {
     "math": _graded(grading.math_equal),
-    "last_number": _graded(grading.last_number_equals),
-    "exact": _graded(grading.exactly_equals),
+    **{name: _graded(partial(is_right, name)) for name in ANSWER_FORMATS},
     "reasoning_gym": reasoning_gym,
     "boxed_format": boxed_format,
 }
 
-BUILTIN_LIBRARIES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
+BUILTIN_LIBRARIES = {
+    **dict.fromkeys(("math", *MARKED), "math_verify"),
+    "reasoning_gym": "reasoning_gym",
+}
 """What a reward imports; workers do it before their first call, whose time limit it would use up."""

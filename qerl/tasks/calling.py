@@ -6,8 +6,8 @@ Two forms are understood, told apart by parameter names:
 * verl's `compute_score(data_source, solution_str, ground_truth, extra_info)`, called once for each sample, returning a
   number or a dictionary with `score`.
 
-Only what the signature accepts is passed. Async functions are run to their end. What comes back is checked here, so
-nothing but a list of floats and None leaves the worker.
+Only what the signature accepts is passed; TRL's `trainer_state`, `log_extra` and `log_metric` are among it. Async
+functions are run to their end. What comes back is checked here, so nothing but numbers, None and texts leaves the worker.
 """
 
 import asyncio
@@ -18,7 +18,8 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping
-from types import ModuleType
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from qerl.tasks.builtin import BUILTIN_LIBRARIES, BUILTIN_REWARDS, completion_text
@@ -33,6 +34,8 @@ from qerl.tasks.calls import (
 Parameters = Mapping[str, inspect.Parameter]
 
 VERL_PARAMETERS = frozenset({"solution_str", "ground_truth"})
+EXTRA_CHARACTERS = 1000
+"""A value given to `log_extra` is kept as text of at most this length."""
 
 
 class RewardError(Exception):
@@ -41,6 +44,27 @@ class RewardError(Exception):
     def __init__(self, kind: FailureKind, message: str):
         super().__init__(message)
         self.kind = kind
+
+
+@dataclass
+class Outcome:
+    """What a call gave: values [G], and what it asked to be logged. `log_extra` and `log_metric` are handed to it."""
+
+    values: list[float | None] = field(default_factory=list)
+    extra: dict[str, list[str | None]] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+
+    def log_extra(self, column: str, values: Any) -> None:
+        """TRL's: a column beside the completions, one value a sample."""
+        self.extra[str(column)] = [
+            None if value is None else str(value)[:EXTRA_CHARACTERS] for value in values
+        ]
+
+    def log_metric(self, name: str, value: Any) -> None:
+        """TRL's: a number of this call."""
+        number = _check_value(value)
+        if number is not None:
+            self.metrics.setdefault(str(name), []).append(number)
 
 
 def load_function(source: BuiltinFunction | FileFunction | PickledFunction) -> Callable[..., Any]:
@@ -70,8 +94,11 @@ def _load_module(path: str, text: str) -> ModuleType:
     return sys.modules[name]
 
 
-def call_reward(function: Callable[..., Any], call: RewardCall) -> list[float | None]:
+def call_reward(
+    function: Callable[..., Any], call: RewardCall, num_steps: int | None = None
+) -> Outcome:
     """Values of a group, [G]. Raises RewardError for everything that went wrong, exceptions included."""
+    outcome = Outcome()
     try:
         parameters = inspect.signature(function).parameters
         if parameters.keys() >= VERL_PARAMETERS:
@@ -80,8 +107,20 @@ def call_reward(function: Callable[..., Any], call: RewardCall) -> list[float | 
                 for index in range(len(call.completions))
             ]
         else:
-            returned = _finish(function(**_trl_arguments(parameters, call)))
-        return check_values(returned, len(call.completions))
+            given = {
+                "trainer_state": SimpleNamespace(global_step=call.step, max_steps=num_steps),
+                "log_extra": outcome.log_extra,
+                "log_metric": outcome.log_metric,
+            }
+            returned = _finish(function(**_trl_arguments(parameters, call, given)))
+        outcome.values = check_values(returned, len(call.completions))
+        for column, values in outcome.extra.items():
+            if len(values) != len(call.completions):
+                raise RewardError(
+                    "wrong_length",
+                    f"log_extra({column!r}) got {len(values)} values for {len(call.completions)} samples",
+                )
+        return outcome
     except RewardError:
         raise
     except MemoryError as error:
@@ -101,12 +140,15 @@ def _finish(returned: Any) -> Any:
     return asyncio.run(wait())
 
 
-def _trl_arguments(parameters: Parameters, call: RewardCall) -> dict[str, Any]:
+def _trl_arguments(
+    parameters: Parameters, call: RewardCall, given: dict[str, Any]
+) -> dict[str, Any]:
     offered = {
         **call.columns,
         "prompts": call.prompts,
         "completions": call.completions,
         "completion_ids": call.completion_ids,
+        **given,
     }
     return _accepted(parameters, offered)
 

@@ -7,7 +7,7 @@ made of its own data; from a worker they are JSON, so nothing that a reward touc
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FailureKind = Literal[
@@ -46,6 +46,8 @@ class RewardSpec:
     """Unique among the run's terms; the metric is rewards/NAME/mean."""
     weight: float
     source: BuiltinFunction | FileFunction | PickledFunction
+    marks: tuple[str, ...] = ()
+    """What it looks for in a completion, as far as can be seen (`asks.py`): a prompt should ask for it."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class RewardCall:
     completion_ids: list[list[int]]
     columns: dict[str, list[Any]]
     """Every other data column, the gold answer as `answer` among them."""
+    step: int = 0
+    """Training steps taken when the completions were sampled."""
 
     def sample(self, index: int) -> "RewardCall":
         """The group of one that holds only sample `index`."""
@@ -70,6 +74,7 @@ class RewardCall:
             self.completions[one],
             self.completion_ids[one],
             columns,
+            self.step,
         )
 
 
@@ -91,6 +96,10 @@ class RewardResult:
     values: dict[str, list[float | None]]
     """None: the function left this sample out, or it failed and is listed below."""
     failures: tuple[RewardFailure, ...]
+    extra: dict[str, list[str | None]] = field(default_factory=dict)
+    """Columns that functions asked to see beside the completions (`log_extra`), [G] each."""
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    """Numbers that functions asked to log (`log_metric`), one a call; the step's metric is their mean."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,8 @@ class Setup:
     specs: tuple[RewardSpec, ...]
     sys_path: tuple[str, ...]
     """The trainer's module search path, for callables that are pickled by reference to a module."""
+    num_steps: int | None = None
+    """Steps of the run, for functions that ask for TRL's `trainer_state`."""
 
 
 @dataclass(frozen=True)

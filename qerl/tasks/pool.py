@@ -17,34 +17,45 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from qerl.errors import RunError, UserError
+from qerl.tasks.board import Board, Job
 from qerl.tasks.calls import (
     FailureKind,
     Request,
     RewardCall,
-    RewardFailure,
     RewardResult,
     RewardSpec,
     Setup,
 )
 from qerl.tasks.process import LOAD_TIMEOUT_S, WorkerProcess
 
+if TYPE_CHECKING:
+    from qerl.config import RewardConfig
+
 POLL_S = 0.2
 """A worker whose pipe is held open by a process it left behind is found dead after at most this long."""
 
 
-@dataclass(frozen=True)
-class _Job:
-    """Function number `function` on these samples of call number `call`."""
-
-    call: int
-    function: int
-    samples: range
+def open_pool(
+    specs: Sequence[RewardSpec],
+    config: "RewardConfig",
+    log_path: str | os.PathLike[str] | None = None,
+    num_steps: int | None = None,
+) -> "RewardPool":
+    """A pool under the limits of a config."""
+    return RewardPool(
+        specs,
+        config.reward_workers,
+        config.reward_timeout_s,
+        log_path,
+        config.reward_memory_gib,
+        config.max_failure_share,
+        num_steps,
+    )
 
 
 class RewardPool:
@@ -60,26 +71,33 @@ class RewardPool:
         timeout_s: float,
         log_path: str | os.PathLike[str] | None = None,
         memory_gib: float = 4.0,
+        max_failure_share: float = 1.0,
+        num_steps: int | None = None,
     ):
-        """`log_path` gets what the functions print (appended; None throws it away)."""
+        """`log_path` gets what the functions print and a line a failure (appended; None throws both away).
+
+        `num_steps` is the run's length, for functions that ask for TRL's `trainer_state`.
+        """
         self._specs = tuple(specs)
         self._timeout_s = timeout_s
         self._memory_bytes = int(memory_gib * 2**30)
-        self._setup = pickle.dumps(Setup(self._specs, tuple(sys.path)))
+        self._max_failure_share = max_failure_share
+        self._setup = pickle.dumps(Setup(self._specs, tuple(sys.path), num_steps))
         self._log_path = None if log_path is None else Path(log_path)
         self._log_fd = subprocess.DEVNULL
         if self._log_path is not None:
             self._log_fd = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._was_ready = False
         self._workers = [self._start() for _ in range(num_workers)]
-        self._jobs: list[_Job | None] = [None] * num_workers
+        self._jobs: list[Job | None] = [None] * num_workers
 
     def score(self, calls: Sequence[RewardCall]) -> list[RewardResult]:
         """Every function on every group, in the order of `calls`. Returns when each sample has a value or a failure.
 
-        Raises UserError when a function cannot be loaded, RunError when that happens after it once could.
+        Raises UserError when a function cannot be loaded, RunError when that happens after it once could, and when more
+        than `max_failure_share` of the samples have a function that failed (at once: the rest may take long to fail).
         """
-        board = _Board(calls, self._specs)
+        board = Board(calls, self._specs)
         queue = deque(board.jobs())
         try:
             while queue or any(self._jobs):
@@ -93,7 +111,7 @@ class RewardPool:
             raise
         return board.results()
 
-    def _assign(self, queue: deque[_Job], board: "_Board") -> None:
+    def _assign(self, queue: deque[Job], board: Board) -> None:
         """Give idle workers jobs. One that died while idle is replaced first: no sample is to blame."""
         for index, worker in enumerate(self._workers):
             if not queue or worker.loading or self._jobs[index] is not None:
@@ -156,7 +174,7 @@ class RewardPool:
         return outcomes
 
     def _settle(
-        self, index: int, outcome: dict[str, Any] | FailureKind, board: "_Board", queue: deque[_Job]
+        self, index: int, outcome: dict[str, Any] | FailureKind, board: Board, queue: deque[Job]
     ) -> None:
         """Enter a worker's outcome on the board, or queue its samples one by one; replace it if it is lost."""
         worker = self._workers[index]
@@ -166,7 +184,8 @@ class RewardPool:
             if worker.loading:
                 self._raise_load_error("", _describe(outcome, LOAD_TIMEOUT_S, code))
             if job is not None:  # an idle worker's death harms nobody
-                queue.extend(board.fail(job, outcome, _describe(outcome, self._timeout_s, code)))
+                message = _describe(outcome, self._timeout_s, code)
+                queue.extend(self._fail(board, job, outcome, message))
             return
         if worker.loading:
             if "load_error" in outcome:
@@ -178,9 +197,23 @@ class RewardPool:
         if job is None:
             raise RunError("reward", "a worker answered without being asked")
         if "values" in outcome:
-            board.enter(job, outcome["values"])
+            board.enter(job, outcome)
         else:
-            queue.extend(board.fail(job, outcome["kind"], outcome["message"]))
+            queue.extend(self._fail(board, job, outcome["kind"], outcome["message"]))
+
+    def _fail(self, board: Board, job: Job, kind: FailureKind, message: str) -> list[Job]:
+        """Note a failed job; the jobs that retry its samples. Raises RunError once too many have failed."""
+        retries = board.fail(job, kind, message)
+        if not retries and self._log_fd != subprocess.DEVNULL:
+            os.write(self._log_fd, f"qerl: {board.describe(job)}\n".encode(errors="replace"))
+        if (share := board.share_failed()) > self._max_failure_share:
+            log = "" if self._log_path is None else f" (see {self._log_path})"
+            raise RunError(
+                "reward",
+                f"{share:.0%} of the samples have a reward that failed, more than "
+                f"reward.max_failure_share={self._max_failure_share:g} allows; {board.commonest_failure()}{log}",
+            )
+        return retries
 
     def _raise_load_error(self, name: str, message: str) -> None:
         text = f"reward {name}could not be loaded: {message}"
@@ -195,49 +228,3 @@ def _describe(outcome: str, timeout_s: float, code: int) -> str:
         return f"no result within {timeout_s:g} s"
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return f"the worker process died ({how})"
-
-
-class _Board:
-    """Values and failures of one `score`, filled in whatever order they come."""
-
-    def __init__(self, calls: Sequence[RewardCall], specs: Sequence[RewardSpec]):
-        self._calls = calls
-        self._specs = specs
-        self._values: list[list[list[float | None]]] = [
-            [[None] * len(call.completions) for _ in specs] for call in calls
-        ]
-        self._failures: list[dict[tuple[int, int], RewardFailure]] = [{} for _ in calls]
-
-    def jobs(self) -> Iterable[_Job]:
-        for index, call in enumerate(self._calls):
-            for function in range(len(self._specs)):
-                yield _Job(index, function, range(len(call.completions)))
-
-    def call_of(self, job: _Job) -> RewardCall:
-        call = self._calls[job.call]
-        whole = len(job.samples) == len(call.completions)
-        return call if whole else call.sample(job.samples[0])
-
-    def enter(self, job: _Job, values: Sequence[float | None]) -> None:
-        for sample, value in zip(job.samples, values, strict=True):
-            self._values[job.call][job.function][sample] = value
-
-    def fail(self, job: _Job, kind: FailureKind, message: str) -> list[_Job]:
-        """The jobs that retry a group one by one; none for a single sample, whose failure is noted."""
-        if len(job.samples) > 1:
-            return [_Job(job.call, job.function, range(i, i + 1)) for i in job.samples]
-        for sample in job.samples:
-            name = self._specs[job.function].name
-            problem_id = self._calls[job.call].problem_id
-            failure = RewardFailure(name, problem_id, sample, kind, message)
-            self._failures[job.call][job.function, sample] = failure
-        return []
-
-    def results(self) -> list[RewardResult]:
-        return [
-            RewardResult(
-                {spec.name: values[index] for index, spec in enumerate(self._specs)},
-                tuple(failures[key] for key in sorted(failures)),
-            )
-            for values, failures in zip(self._values, self._failures, strict=True)
-        ]

@@ -35,6 +35,18 @@ class Task:
     system_prompt: str | None = None
     notes: tuple[str, ...] = field(default=())
     """Lines to show at the start of a run: sizes, what was dropped."""
+    answer_format: str | None = None
+    """How completions are to give their answer (`answers.ANSWER_FORMATS`); None where the reward is lenient."""
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """Those to train on, or the held-out ones of a task that is for evaluation only."""
+        return self.train or self.test
+
+
+def prompt_text(prompt: str | list[Message]) -> str:
+    """A prompt's text; the contents of messages, one after the other."""
+    return prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt)
 
 
 def prompt_hash(prompt: str | list[Message]) -> int:
@@ -121,18 +133,24 @@ def rows_to_problems(
     rows: Sequence[Row],
     split: str,
     columns: Columns,
-    gold: Callable[[str, str], str] | None = None,
+    gold: Callable[[str, str], str | None] | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> tuple[list[Problem], int]:
-    """Problems, with ids SPLIT-ROW, and how many rows had no prompt and were left out.
+    """Problems of the rows with these numbers (None: all), with ids SPLIT-ROW, and how many had no prompt.
 
-    `gold(answer, id)` turns a row's answer into the gold one, the raw text going to the column `solution`. Reward
+    `gold(answer, id)` turns a row's answer into the gold one, the raw text going to the column `solution`; rows for
+    which it is None are left out. Reward
     functions get all columns by name; the answer also as `answer`, and by the last part of a dotted name.
     """
     problems = []
-    for index, row in enumerate(rows):
+    num_empty = 0
+    numbers = range(len(rows)) if numbers is None else numbers
+    for index in numbers:
+        row = rows[index]
         id = f"{split}-{index}"
         prompt = check_prompt(read_column(row, columns.prompt), id)
         if not prompt:
+            num_empty += 1
             continue
         raw = None if columns.answer is None else read_column(row, columns.answer)
         others = dict(row)
@@ -140,12 +158,14 @@ def rows_to_problems(
             others.pop("answer", None)
             others.setdefault(columns.answer.rpartition(".")[2], raw)
         answer = answer_text(raw)
-        if gold is not None and answer is not None:
+        if gold is not None and answer is not None and (found := gold(answer, id)) != answer:
+            if found is None:
+                continue
             others.pop("answer", None)
             others.setdefault("solution", answer)
-            answer = gold(answer, id)
+            answer = found
         problems.append(Problem(id, prompt, answer, others))
-    return problems, len(rows) - len(problems)
+    return problems, num_empty
 
 
 def check_prompt(prompt: Any, where: str) -> str | list[Message] | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import TemplateError
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from qerl.config import PromptConfig
+    from qerl.tasks.shots import Shot
     from qerl.types import Message, Problem
 
 PLACE = "{prompt}"
@@ -46,21 +47,26 @@ def encode_problems(
     config: PromptConfig,
     system_prompt: str | None,
     max_prompt_length: int,
+    shots: Sequence[Shot] = (),
 ) -> EncodedProblems:
     """Tokens of every prompt, ending where the assistant's turn begins.
 
-    `system_prompt` is put before each conversation that has none. Raises UserError for a template that is missing or
+    `system_prompt` is put before each conversation that has none, `shots` before each problem. Raises UserError for a template that is missing or
     does not fit, and when no prompt fits into `max_prompt_length` tokens.
     """
     template = _chat_template(tokenizer, config.chat_template)
     conversational = tuple(not isinstance(problem.prompt, str) for problem in problems)
     if template is None:
         notes = _check_plain(conversational, config, system_prompt)
-        texts = [config.prompt_template.replace(PLACE, str(problem.prompt)) for problem in problems]
+        examples = "".join(f"{_fill(config, shot.prompt)}\n{shot.answer}\n\n" for shot in shots)
+        texts = [examples + _fill(config, str(problem.prompt)) for problem in problems]
         encoded = tokenizer(texts)["input_ids"] if texts else []
     else:
-        conversations = [_conversation(problem, config, system_prompt) for problem in problems]
-        encoded = _apply(tokenizer, template, conversations, config)
+        conversations = [
+            _conversation(problem, config, system_prompt, shots) for problem in problems
+        ]
+        kwargs = _template_arguments(template, config)
+        encoded = _apply(tokenizer, template, conversations, kwargs)
         notes = _describe_chat(conversational, config)
     kept = [index for index, ids in enumerate(encoded) if len(ids) <= max_prompt_length]
     num_dropped = len(problems) - len(kept)
@@ -110,6 +116,8 @@ def _check_plain(
         raise UserError(
             f"the data's prompts are messages, but {why}; give chat_template a Jinja file"
         )
+    if config.enable_thinking is not None:
+        raise UserError(f"enable_thinking is the chat template's, and {why}")
     if config.system_prompt:
         raise UserError(f"system_prompt cannot be sent: {why}; put its text into prompt_template")
     notes = [f"prompts are sent as plain text: {why}"]
@@ -119,23 +127,52 @@ def _check_plain(
 
 
 def _conversation(
-    problem: Problem, config: PromptConfig, system_prompt: str | None
+    problem: Problem,
+    config: PromptConfig,
+    system_prompt: str | None,
+    shots: Sequence[Shot],
 ) -> list[Message]:
+    """System message, examples as turns of their own, the problem."""
     if isinstance(problem.prompt, str):
-        text = config.prompt_template.replace(PLACE, problem.prompt)
-        messages = [{"role": "user", "content": text}]
+        messages = [{"role": "user", "content": _fill(config, problem.prompt)}]
     else:
         messages = problem.prompt
-    if system_prompt and messages[0]["role"] != "system":
-        return [{"role": "system", "content": system_prompt}, *messages]
-    return messages
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    if messages[0]["role"] == "system":
+        system, messages = messages[:1], messages[1:]
+    turns = [
+        {"role": role, "content": text}
+        for shot in shots
+        for role, text in (("user", _fill(config, shot.prompt)), ("assistant", shot.answer))
+    ]
+    return [*system, *turns, *messages]
+
+
+def _fill(config: PromptConfig, prompt: str) -> str:
+    return config.prompt_template.replace(PLACE, prompt)
+
+
+def _template_arguments(template: str, config: PromptConfig) -> dict[str, Any]:
+    """What the chat template is given. UserError for a thinking switch that the template does not have."""
+    kwargs = dict(config.chat_template_kwargs)
+    if config.enable_thinking is None:
+        return kwargs
+    if "enable_thinking" not in template:
+        raise UserError(
+            "prompt.enable_thinking: this model's chat template has no such switch; leave it out"
+        )
+    if kwargs.setdefault("enable_thinking", config.enable_thinking) != config.enable_thinking:
+        raise UserError(
+            "prompt.enable_thinking and chat_template_kwargs say different things; give one of them"
+        )
+    return kwargs
 
 
 def _apply(
     tokenizer: PreTrainedTokenizerBase,
     template: str,
     conversations: list[list[Message]],
-    config: PromptConfig,
+    kwargs: dict[str, Any],
 ) -> list[list[int]]:
     if not conversations:
         return []
@@ -146,7 +183,7 @@ def _apply(
             add_generation_prompt=True,
             tokenize=True,
             return_dict=False,
-            **config.chat_template_kwargs,
+            **kwargs,
         )
         return cast(list[list[int]], encoded)
     except (TemplateError, ValueError, TypeError) as error:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from qerl.errors import UserError
+from qerl.tasks.answers import ANSWER_FORMATS
 from qerl.tasks.problems import Task, is_held_out, prompt_hash
 from qerl.types import Problem
 
@@ -34,13 +35,69 @@ class Items(Protocol):
 
 
 def load_reasoning_gym(config: TaskConfig) -> Task:
-    """Problems of one family. Raises UserError for a wrong family or parameter and a pool smaller than asked."""
-    family = config.name.partition("/")[2]
-    for option in ("path", "config", "revision", "test_split", "prompt_column", "answer_column"):
-        if getattr(config, option) is not None:
+    """Problems of one family, or of several. Raises UserError for a wrong name or parameter and too small a pool."""
+    for option in (
+        *("path", "config", "revision", "test_split", "prompt_column", "answer_column"),
+        *("filter", "levels"),
+    ):
+        if getattr(config, option) not in (None, {}, ()):
             raise UserError(
                 f"task.{option} means nothing to {config.name}, whose problems are generated"
             )
+    families = config.name.partition("/")[2].split("+")
+    if len(families) == 1:
+        if config.weights:
+            raise UserError(f"task.weights are for several families, as {config.name}+products")
+        return _load_family(config)
+    return _load_mix(config, families)
+
+
+def _load_mix(config: TaskConfig, families: Sequence[str]) -> Task:
+    """Families in the proportions of task.weights, each with its own part of task.params."""
+    for option, table in (("weights", config.weights), ("params", config.params)):
+        for name in table:
+            if name not in families:
+                raise UserError(
+                    f"task.{option}: {name!r} is no family of {config.name}; for several families it is a table with "
+                    f"an entry a family, of {', '.join(families)}"
+                )
+    if len(set(families)) < len(families):
+        raise UserError(f"{config.name} names a family twice; task.weights gives it more weight")
+    weights = [config.weights.get(family, 1.0) for family in families]
+    if min(weights) <= 0:
+        raise UserError("task.weights must be above 0; leave a family out of the name instead")
+    tasks = []
+    for family, weight in zip(families, weights, strict=True):
+        share = weight / sum(weights)
+        sizes = {
+            "train_size": max(1, round(share * (config.train_size or DEFAULT_TRAIN_SIZE))),
+            "test_size": max(1, round(share * (config.test_size or DEFAULT_TEST_SIZE))),
+        }
+        params = config.params.get(family, {})
+        if not isinstance(params, dict):
+            raise UserError(f"task.params: {family} takes a table, not {params!r}")
+        one = {"name": f"reasoning-gym/{family}", "params": params, "weights": {}, **sizes}
+        tasks.append(_load_family(config.model_copy(update=one)))
+    test = {p.prompt: p for task in tasks for p in task.test}
+    train = {p.prompt: p for task in tasks for p in task.train if p.prompt not in test}
+    first = tasks[0]
+    counts = ", ".join(
+        f"{f} {len(t.train)}+{len(t.test)}" for f, t in zip(families, tasks, strict=True)
+    )
+    return replace(
+        first,
+        name=config.name,
+        train=tuple(train.values()),
+        test=tuple(test.values()),
+        notes=(
+            f"{config.name}: {len(train)} problems to train on, {len(test)} held out ({counts})",
+            *(note for task in tasks for note in task.notes[1:]),
+        ),
+    )
+
+
+def _load_family(config: TaskConfig) -> Task:
+    family = config.name.partition("/")[2]
     create = _factory(family, config.params, config.pool_seed)
     pool = fill_pool(
         create, config.train_size or DEFAULT_TRAIN_SIZE, config.test_size or DEFAULT_TEST_SIZE
@@ -62,6 +119,7 @@ def load_reasoning_gym(config: TaskConfig) -> Task:
             "entry": entry,
             "family": family,
             "params": config.params,
+            "answer_format": config.answer_format,
         }
         id = f"{prompt_hash(entry['question']):016x}"
         return Problem(id, entry["question"], entry["answer"], columns)
@@ -71,7 +129,11 @@ def load_reasoning_gym(config: TaskConfig) -> Task:
         tuple(map(problem, train)),
         tuple(map(problem, test)),
         ("reasoning_gym",),
+        system_prompt=ANSWER_FORMATS[config.answer_format].instruction
+        if config.answer_format
+        else None,
         notes=tuple(notes),
+        answer_format=config.answer_format,
     )
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import cloudpickle
 
 from qerl.errors import UserError
+from qerl.tasks.answers import ANSWER_FORMATS
+from qerl.tasks.asks import marks_of_builtin, marks_of_callable, marks_of_source
 from qerl.tasks.builtin import BUILTIN_REWARDS
 from qerl.tasks.calling import VERL_PARAMETERS
 from qerl.tasks.calls import (
@@ -28,7 +30,9 @@ from qerl.tasks.problems import Task
 __all__ = ["RewardSpec", "resolve_rewards", "total_rewards"]
 
 GIVEN_COLUMNS = frozenset({"prompts", "completions", "completion_ids", "answer"})
-NEEDS_ANSWER = frozenset({"math", "last_number", "exact"})
+TRL_GIVEN = frozenset({"trainer_state", "log_extra", "log_metric"})
+"""What TRL passes beside the columns."""
+NEEDS_ANSWER = frozenset({"math", *ANSWER_FORMATS})
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -53,17 +57,18 @@ def resolve_rewards(
     weights = weights or (1.0,) * len(functions)
     labels = _unique_labels(functions)
     return tuple(
-        RewardSpec(label, float(weight), _resolve(function, task))
+        RewardSpec(label, float(weight), *_resolve(function, task))
         for label, function, weight in zip(labels, functions, weights, strict=True)
     )
 
 
 def _resolve(
     function: str | Callable[..., Any], task: Task
-) -> BuiltinFunction | FileFunction | PickledFunction:
+) -> tuple[BuiltinFunction | FileFunction | PickledFunction, tuple[str, ...]]:
+    """Where the function is, and the marks it looks for."""
     if not isinstance(function, str):
         try:
-            return PickledFunction(cloudpickle.dumps(function))
+            return PickledFunction(cloudpickle.dumps(function)), marks_of_callable(function)
         except (TypeError, pickle.PicklingError) as error:
             raise UserError(
                 f"reward {_label(function)} cannot be sent to a worker: {error}"
@@ -73,7 +78,7 @@ def _resolve(
         return _file_function(path, name, task)
     if function not in BUILTIN_REWARDS:
         raise UserError(_unknown_name(function))
-    if function in NEEDS_ANSWER and all(problem.answer is None for problem in task.train):
+    if function in NEEDS_ANSWER and all(problem.answer is None for problem in task.problems):
         raise UserError(
             f"reward {function} needs answers and {task.name} has none; set task.answer_column"
         )
@@ -81,7 +86,7 @@ def _resolve(
         raise UserError(
             f"reward reasoning_gym works with reasoning-gym tasks only, not {task.name}"
         )
-    return BuiltinFunction(function)
+    return BuiltinFunction(function), marks_of_builtin(function)
 
 
 def _unknown_name(name: str) -> str:
@@ -93,7 +98,7 @@ def _unknown_name(name: str) -> str:
     return f"no reward {name!r}{hint} There are {there}, and FILE.py:FUNCTION"
 
 
-def _file_function(path: str, name: str, task: Task) -> FileFunction:
+def _file_function(path: str, name: str, task: Task) -> tuple[FileFunction, tuple[str, ...]]:
     file = Path(path).expanduser().absolute()
     try:
         text = file.read_text(encoding="utf-8")
@@ -112,7 +117,7 @@ def _file_function(path: str, name: str, task: Task) -> FileFunction:
         hint = f"; did you mean {near[0]}?" if near else "."
         there = ", ".join(functions) or "none"
         raise UserError(f"no function {name!r} in {path}{hint} Functions there: {there}")
-    return FileFunction(str(file), text, name)
+    return FileFunction(str(file), text, name), marks_of_source(tree, name)
 
 
 def _bound_names(body: Iterable[ast.stmt]) -> set[str]:
@@ -150,8 +155,8 @@ def _check_columns(node: FunctionNode, label: str, task: Task) -> None:
         if is_verl
         else GIVEN_COLUMNS
     )
-    columns = set(task.train[0].columns) if task.train else set()
-    missing = [name for name in required if name not in given | columns]
+    columns = set(task.problems[0].columns) if task.problems else set()
+    missing = [name for name in required if name not in given | TRL_GIVEN | columns]
     if missing and not node.decorator_list:
         there = ", ".join(sorted(GIVEN_COLUMNS | columns))
         raise UserError(f"reward {label} wants {missing[0]!r}; what it can have: {there}")

@@ -61,13 +61,15 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             return
     _reply(replies, {"ready": True})
     while (body := _read_message(requests)) is not None:
-        _reply(replies, _answer(functions, body))
+        _reply(replies, _answer(functions, body, setup.num_steps))
 
 
-def _answer(functions: Sequence[Callable[..., Any]], body: bytes) -> dict[str, Any]:
+def _answer(
+    functions: Sequence[Callable[..., Any]], body: bytes, num_steps: int | None
+) -> dict[str, Any]:
     try:
         request: Request = pickle.loads(body)
-        return {"values": call_reward(functions[request.function], request.call)}
+        return vars(call_reward(functions[request.function], request.call, num_steps))
     except RewardError as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
