@@ -6,29 +6,12 @@ and `--sigma_start 0.01` are the same. Precedence: defaults < preset < `--config
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+from qerl.config_algo import AlgoConfig, CorrectionConfig
+from qerl.config_base import Fraction, NonNegative, Positive, Section, aliases
+
 Decay = Annotated[float, Field(ge=0, lt=1)]
-
-
-def _aliases(**names: str) -> BeforeValidator:
-    """Accept other names of a choice; `True` and `False` are looked up as "true" and "false"."""
-
-    def replace(value: Any) -> Any:
-        return names.get(str(value).lower(), value) if isinstance(value, str | bool) else value
-
-    return BeforeValidator(replace)
-
-
-class Section(BaseModel):
-    """A group of settings; unknown keys are errors, values cannot change after parsing."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
 
 class TaskConfig(Section):
@@ -46,7 +29,7 @@ class TaskConfig(Section):
     """Split, or file stem in a local folder, that is trained on."""
     test_split: str | None = None
     """Split that is held out; default: test if there is one, else a tenth of the training split by a hash of the text."""
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = Field(default={})
     """Parameters of a reasoning-gym family, e.g. '{"min_terms": 2, "max_terms": 3}'."""
     train_size: Positive | None = None
     """Training problems wanted; a pool smaller than asked is an error. Default: all (reasoning-gym: 1000)."""
@@ -69,7 +52,7 @@ class PromptConfig(Section):
     """Text around a string prompt; {prompt} stands for it."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template; "none" sends string prompts as they are."""
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default={})
     """Passed to the chat template, e.g. '{"enable_thinking": false}'."""
 
 
@@ -115,32 +98,8 @@ class RolloutConfig(Section):
     """Sampling temperature; the trainer scores logits / temperature too."""
     max_batch_size: Positive = 128
     """Most completions decoded at once."""
-
-
-class AlgoConfig(Section):
-    """Advantages and loss (docs/objective.md has the equations)."""
-
-    loss_type: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
-    """How token losses are averaged: within then across sequences, over all tokens, or by a constant length."""
-    scale_rewards: Annotated[
-        Literal["group", "batch", "none"], _aliases(true="group", false="none")
-    ] = "group"
-    """Standard deviation that advantages are divided by: the group's (GRPO), the batch's, or none (Dr.GRPO)."""
-    epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Lower clip range of the probability ratio."""
-    epsilon_high: Annotated[float, Field(gt=0)] = 0.28
-    """Upper clip range (DAPO's clip-higher)."""
-    skip_zero_advantage: bool = True
-    """Leave out sequences whose advantage is 0: they cannot contribute to the gradient. Exact."""
-
-
-class CorrectionConfig(Section):
-    """Importance correction for the rollout policy not being exactly the trained one."""
-
-    mode: Literal["off", "token_truncate"] = "token_truncate"
-    """token_truncate multiplies each token's loss by min(p_trainer / p_rollout, clip_max). (TRL's default: sequence_mask, 3.)"""
-    clip_max: Annotated[float, Field(ge=1)] = 2.0
-    """Truncation bound C."""
+    max_resample_rounds: NonNegative = 0
+    """Dynamic sampling (DAPO): groups without spread are replaced by other problems, in at most so many rounds a step; 0: off."""
 
 
 class TrainConfig(Section):
@@ -170,6 +129,8 @@ class TrainConfig(Section):
     """Packed tokens in one forward and backward; a longer single sequence goes alone."""
     share_prompts: bool = True
     """Process a group's prompt once for all its completions in the update, where that is cheaper. Exact."""
+    max_skipped_steps: Positive = 5
+    """Steps in a row with an update skipped, because loss, gradient or rewards are not finite, that end the run."""
     gradient_checkpointing: bool | None = None
     """Recompute each layer in backward instead of keeping its activations. Default: on for CUDA, off on the CPU."""
 
@@ -215,7 +176,7 @@ class NoiseConfig(Section):
     stop_at: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the run after which sigma is 0; the stages before that are as without it."""
     norm_dtype: Annotated[
-        Literal["float32", "bfloat16"], _aliases(bf16="bfloat16", fp32="float32")
+        Literal["float32", "bfloat16"], aliases(bf16="bfloat16", fp32="float32")
     ] = "float32"
     """What noisy norm weights are rounded to. bfloat16 shows what an engine with bf16 norms would lose (docs/aqn.md)."""
 
@@ -256,7 +217,7 @@ class Config(Section):
     """Revision of a Hugging Face model."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
-    quant: Annotated[Literal["nvfp4", "nf4", "bf16"], _aliases(qlora="nf4", lora="bf16")] = "nvfp4"
+    quant: Annotated[Literal["nvfp4", "nf4", "bf16"], aliases(qlora="nf4", lora="bf16")] = "nvfp4"
     """Format of the frozen base: nvfp4, nf4 (alias qlora: bitsandbytes, double quantization), bf16 (alias lora: as it is)."""
     rounding: Literal["nearest", "mse", "four_over_six"] = "four_over_six"
     """How weights are rounded to NVFP4 (docs/nvfp4.md)."""
@@ -266,7 +227,7 @@ class Config(Section):
     """auto takes CUDA if there is a GPU."""
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"],
-        _aliases(bf16="bfloat16", fp32="float32"),
+        aliases(bf16="bfloat16", fp32="float32"),
     ] = "auto"
     """Compute type. auto: bfloat16 on CUDA, float32 on the CPU."""
     seed: NonNegative = 0
@@ -287,3 +248,8 @@ class Config(Section):
     lora: LoraConfig = LoraConfig()
     noise: NoiseConfig = NoiseConfig()
     log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _algorithm_fits(self) -> Self:
+        self.algo.check_sizes(self.rollout.prompts_per_step, self.rollout.max_completion_length)
+        return self

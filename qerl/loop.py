@@ -12,7 +12,6 @@ in the data; a resumed run equals an uninterrupted one.
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from qerl.algo.advantages import group_advantages, group_spread

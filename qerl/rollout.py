@@ -51,6 +51,16 @@ def generate(
     return Batch(encoded, tuple(indices), rollouts, texts)
 
 
+def join_batches(batches: Sequence[Batch]) -> Batch:
+    """Batches of the same encoded problems, one after the other."""
+    return Batch(
+        encoded=batches[0].encoded,
+        indices=tuple(index for batch in batches for index in batch.indices),
+        rollouts=[group for batch in batches for group in batch.rollouts],
+        texts=[group for batch in batches for group in batch.texts],
+    )
+
+
 def score(pool: RewardPool, batch: Batch) -> list[RewardResult]:
     """Run every reward function on every group of the batch, in worker processes."""
     groups = zip(batch.indices, batch.rollouts, batch.texts, strict=True)

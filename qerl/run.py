@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -32,6 +32,7 @@ from qerl.build import (
 )
 from qerl.checkpoint import CheckpointInfo, load_checkpoint, save_checkpoint
 from qerl.config import Config
+from qerl.data_order import Cursor, cursor_of_step, steps_per_epoch
 from qerl.engine.base import Engine
 from qerl.engine.choice import EngineChoice, choose_engine
 from qerl.evaluation import Evaluation
@@ -43,7 +44,6 @@ from qerl.model.source import ModelSource, resolve_model
 from qerl.optim import load_optimizer_tensors, make_optimizer, optimizer_tensors
 from qerl.reward_trial import try_rewards
 from qerl.run_folder import RunState, open_run
-from qerl.seeding import derive_seed
 from qerl.tasks.pool import RewardPool
 from qerl.types import Sampling
 
@@ -66,6 +66,10 @@ class Run:
     writer: MetricsWriter
     num_steps: int
     first_step: int
+    cursor: Cursor | None = None
+    """Place in the data after the last step, while steps use up unequal numbers of problems; None: it follows from the step"""
+    skipped_in_a_row: int = 0
+    """How many of the last steps had an update skipped"""
     stop_signal: int | None = None
     started: float = field(default_factory=time.monotonic)
 
@@ -79,14 +83,12 @@ class Run:
         """0, or the shell's code for the signal that ended the run."""
         return 0 if self.stop_signal is None else EXIT_CODES[self.stop_signal]
 
-    def problems_of(self, step: int) -> list[int]:
-        """Indices of a step's problems."""
-        return problems_of_step(
-            step,
-            len(self.data.train.problems),
-            self.config.rollout.prompts_per_step,
-            self.config.seed,
-        )
+    def cursor_at(self, step: int) -> Cursor:
+        """Where a step's problems begin."""
+        if self.cursor is not None:
+            return self.cursor
+        per_step = self.config.rollout.prompts_per_step
+        return cursor_of_step(step, len(self.data.train.problems), per_step)
 
     def is_due(self, step: int, every: int) -> bool:
         """True at every `every`-th step; never for 0."""
@@ -128,18 +130,26 @@ class Run:
                 write_adapter=self.policy.save_adapter,
                 adapter_bytes=adapter_bytes,
                 optimizer_tensors=tensors,
-                state={"step": step, "optimizer": optimizer_state},
+                state={
+                    "step": step,
+                    "optimizer": optimizer_state,
+                    "skipped_in_a_row": self.skipped_in_a_row,
+                    "cursor": None if self.cursor is None else asdict(self.cursor),
+                },
                 save_total_limit=self.config.log.save_total_limit,
             )
 
     def restore(self, info: CheckpointInfo) -> None:
-        """Put adapter and optimizer back as they were."""
+        """Put adapter, optimizer and the loop's own state back as they were."""
         checkpoint = load_checkpoint(info)
         self.policy.load_adapter(checkpoint.adapter_dir)
         names = [name for name, _ in self.policy.trainable_parameters()]
         load_optimizer_tensors(
             self.optimizer, names, checkpoint.optimizer_tensors, checkpoint.state["optimizer"]
         )
+        self.skipped_in_a_row = checkpoint.state["skipped_in_a_row"]
+        cursor = checkpoint.state["cursor"]
+        self.cursor = None if cursor is None else Cursor(**cursor)
 
 
 @dataclass(frozen=True)
@@ -158,6 +168,7 @@ class Preparation:
 
     engine: EngineChoice
 
+
 def prepare(config: Config) -> Preparation:
     """Resolve device, model files, tokenizer and data. Raises UserError for whatever is wrong with them."""
     device = resolve_device(config)
@@ -175,8 +186,8 @@ def prepare(config: Config) -> Preparation:
         sampling=build_sampling(config, eos_token_ids(source, tokenizer)),
         num_steps=num_steps_of(config, len(data.train.problems)),
         run_dir=run_dir_of(config),
-    )
         engine=choose_engine(config.engine, device, config.quant),
+    )
 
 
 @contextmanager
@@ -259,19 +270,6 @@ def _stop_on_signal(run: Run) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def steps_per_epoch(num_problems: int, prompts_per_step: int) -> int:
-    """Whole steps in one pass; the rest of a permutation waits for the next epoch's."""
-    return num_problems // prompts_per_step
-
-
-def problems_of_step(step: int, num_problems: int, prompts_per_step: int, seed: int) -> list[int]:
-    """Indices of a step's problems: a fresh permutation each epoch, addressed by (seed, epoch), never stored."""
-    epoch, position = divmod(step, steps_per_epoch(num_problems, prompts_per_step))
-    generator = torch.Generator().manual_seed(derive_seed("order", seed, epoch))
-    order = torch.randperm(num_problems, generator=generator).tolist()
-    return order[position * prompts_per_step : (position + 1) * prompts_per_step]
 
 
 def num_steps_of(config: Config, num_problems: int) -> int:

@@ -76,7 +76,7 @@ class Rollout:
     """False where a token was not sampled by the policy (tool output, later); such tokens are not trained on."""
     finish_reason: Literal["stop", "length"]
     version: int
-    """Number of optimizer steps in the weights that sampled it."""
+    """Number of training steps in the weights that sampled it."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,15 @@ class Microbatch:
     advantages: Tensor
     """[C] float32, the sequence's advantage at each of its tokens"""
     token_weights: Tensor
-    """[C] float32: what one token's loss counts in the batch mean, 0 where the loss mask is False.
-    Counted over the whole batch before it is cut, so the gradient does not depend on the cut."""
+    """[C] float32: what one token's loss counts in the mean. Counted over the whole update before it is cut, so the
+    gradient does not depend on the cut."""
+    sequence_index: Tensor
+    """[C] int64: which of the microbatch's sequences the token belongs to; a sequence is never cut"""
+    num_sequences: int
+    old_logprobs: Tensor | None
+    """[C] log-probabilities at the rollout weights; None: they are the ones that the update computes"""
+    reference_logprobs: Tensor | None
+    """[C] log-probabilities under the KL reference; None: there is no KL term"""
 
 
 @dataclass(frozen=True)

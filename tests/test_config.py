@@ -245,8 +245,8 @@ def test_a_preset_with_an_unknown_key_names_file_and_key(tmp_path, monkeypatch):
         (("--adam-beta2", "1"), ["adam_beta2 = 1", "below 1"]),
         (("--quant", "nvfp5"), ["quant = nvfp5", "one of nvfp4, nf4, bf16"]),
         (
-            ("--loss-type", "gspo"),
-            ["loss_type = gspo", "not built yet", "one of grpo, dapo, dr_grpo"],
+            ("--loss-type", "sapo"),
+            ["loss_type = sapo", "not built", "one of grpo, dapo, dr_grpo"],
         ),
         (("--prompt-template", "no place"), ["text that contains {prompt}"]),
         (("--params", "{a"), ["task.params", "must be a table"]),

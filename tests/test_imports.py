@@ -17,6 +17,8 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
         f"qerl.{name}": HEAVY
         for name in (
             "config",
+            "config_algo",
+            "config_base",
             "errors",
             "families",
             "fields",

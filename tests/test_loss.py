@@ -5,7 +5,10 @@ import torch
 from helpers import make_rollout, pack_items
 
 from qerl.algo.advantages import group_advantages
-from qerl.algo.loss import correction_weights, loss_metrics, policy_loss, sequence_weights
+from qerl.algo.aggregation import sequence_weights
+from qerl.algo.correction import correction_weights
+from qerl.algo.loss import policy_loss
+from qerl.algo.loss_metrics import loss_metrics
 from qerl.config import AlgoConfig, CorrectionConfig
 from qerl.model.logprobs import chunked_logprobs
 

@@ -24,6 +24,15 @@ class Item:
     rollout: Rollout
     advantage: float
     token_weight: float
+    old_logprobs: Tensor | None = None
+    """[n] of the trained tokens, at the rollout weights; all items of a batch have them, or none"""
+    reference_logprobs: Tensor | None = None
+    """[n] likewise, under the KL reference"""
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that are scored."""
+        return sum(self.rollout.loss_mask)
 
     @property
     def num_fed(self) -> int:
@@ -62,6 +71,10 @@ class _Columns:
     rollout_logprobs: list[float] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)
     token_weights: list[float] = field(default_factory=list)
+    sequence_index: list[int] = field(default_factory=list)
+    old_logprobs: list[Tensor] = field(default_factory=list)
+    reference_logprobs: list[Tensor] = field(default_factory=list)
+    num_sequences: int = 0
 
     def add_row(self, items: Sequence[Item]) -> None:
         prompt_ids = items[0].rollout.prompt_ids
@@ -83,6 +96,12 @@ class _Columns:
         self.rollout_logprobs.extend(rollout.logprobs[t] for t in scored)
         self.advantages.extend([item.advantage] * len(scored))
         self.token_weights.extend([item.token_weight] * len(scored))
+        self.sequence_index.extend([self.num_sequences] * len(scored))
+        self.num_sequences += 1
+        if item.old_logprobs is not None:
+            self.old_logprobs.append(item.old_logprobs)
+        if item.reference_logprobs is not None:
+            self.reference_logprobs.append(item.reference_logprobs)
 
     def microbatch(self, device: torch.device) -> Microbatch:
         def ints(values: list[int]) -> Tensor:
@@ -90,6 +109,9 @@ class _Columns:
 
         def floats(values: list[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float32, device=device)
+
+        def joined(values: list[Tensor]) -> Tensor | None:
+            return torch.cat(values).to(device) if values else None
 
         return Microbatch(
             token_ids=ints(self.token_ids),
@@ -100,6 +122,10 @@ class _Columns:
             rollout_logprobs=floats(self.rollout_logprobs),
             advantages=floats(self.advantages),
             token_weights=floats(self.token_weights),
+            sequence_index=ints(self.sequence_index),
+            num_sequences=self.num_sequences,
+            old_logprobs=joined(self.old_logprobs),
+            reference_logprobs=joined(self.reference_logprobs),
         )
 
 

@@ -6,7 +6,7 @@ adapter's masters and file format, we the arithmetic in between.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -102,7 +102,16 @@ def check_adapter(folder: Path, lora: LoraConfig) -> None:
 class Policy:
     """The model that is trained. State: the adapter's parameters; everything else is the base's."""
 
-    def __init__(self, base: BaseWeights, lora: LoraConfig, *, model_name: str, seed: int):
+    def __init__(
+        self,
+        base: BaseWeights,
+        lora: LoraConfig,
+        *,
+        model_name: str,
+        seed: int,
+        keep_initial: bool = False,
+    ):
+        """`keep_initial` keeps a copy of `init_adapter`, which `reference` needs."""
         self.base, self.lora = base, lora
         self.causal_model = build_decoder(base, model_name)
         with torch.random.fork_rng(devices=[]):
@@ -122,8 +131,16 @@ class Policy:
         self.head = cast(nn.Linear, self.causal_model.lm_head).weight
         self.device, self.dtype = self.head.device, self.head.dtype
         self.noise_modules = self._find_noise_modules()
+        self._trainable = sorted(
+            (n, p) for n, p in self.peft_model.named_parameters() if p.requires_grad
+        )
+        if not self._trainable:
+            raise ValueError("the adapter has no trainable parameter")
+        self._initial: list[Tensor] | None = None
         if lora.init_adapter is not None:
             self.load_adapter(Path(lora.init_adapter))
+            if keep_initial:
+                self._initial = [p.detach().clone() for _, p in self._trainable]
 
     def _find_noise_modules(self) -> dict[str, RMSNorm]:
         names = [
@@ -135,10 +152,7 @@ class Policy:
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Adapter matrices by name, fp32, in a fixed order."""
-        found = sorted((n, p) for n, p in self.peft_model.named_parameters() if p.requires_grad)
-        if not found:
-            raise ValueError("the adapter has no trainable parameter")
-        return found
+        return self._trainable
 
     def logprobs(self, batch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
         """[C] log-probabilities of the scored tokens, differentiable in the adapter, and [C] entropies."""
@@ -152,6 +166,31 @@ class Policy:
         ).last_hidden_state[0]
         self.decoder.eval()
         return chunked_logprobs(hidden[batch.score_index], self.head, batch.target_ids, temperature)
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside the context the policy is the one that training started from; afterwards it is as it was.
+
+        Without `init_adapter` that is the base, its adapter switched off; with it, the adapter as it was loaded, which
+        takes `keep_initial`. Raises ValueError without that.
+        """
+        if self.lora.init_adapter is None:
+            with self.peft_model.disable_adapter():
+                yield
+            return
+        if self._initial is None:
+            raise ValueError("the initial adapter was not kept: build the policy with keep_initial")
+        trained = [p.detach().clone() for _, p in self._trainable]
+        try:
+            self._copy_in(self._initial)
+            yield
+        finally:
+            self._copy_in(trained)
+
+    @torch.no_grad()
+    def _copy_in(self, values: Sequence[Tensor]) -> None:
+        for (_, parameter), value in zip(self._trainable, values, strict=True):
+            parameter.copy_(value)
 
     def enable_recomputation(self) -> None:
         """Keep only each layer's input in forward and recompute the rest in backward."""
