@@ -68,6 +68,7 @@ def policy_loss(
         token_loss_C = token_loss_C + algo.beta * kl_C
         sums["kl"] = kl_C
     weighted_C = token_loss_C * batch.token_weights
+    loss = weighted_C.sum()
     with torch.no_grad():
         raw_C = raw_log_ratio_C.exp()
         sums |= {
@@ -94,7 +95,7 @@ def policy_loss(
             }
             maxima["sequence_raw"] = sequence_B
         return LossOutput(
-            loss=weighted_C.sum(),
+            loss=loss,
             sums=_numbers({name: value.double().sum() for name, value in sums.items()}),
             maxima=_numbers({name: value.double().max() for name, value in maxima.items()}),
         )
