@@ -31,13 +31,7 @@ from torch import Tensor
 
 from qerl.errors import UserError
 from qerl.kernels import expand, triton_expand
-from qerl.kernels.gemm import (
-    MAX_INVARIANT_TOKENS,
-    HummingGemm,
-    check_layout,
-    pack_with_humming,
-    probe_matrix,
-)
+from qerl.kernels.gemm import HummingGemm, check_layout, pack_with_humming, probe_matrix
 from qerl.kernels.humming_layout import HummingWeight, Mma, mma_of, pack
 from qerl.quant.nvfp4 import E2M1_VALUES, Nvfp4Weight
 
@@ -47,7 +41,7 @@ MATRICES = {
     "gate_up": (55296, 5120),
     "down": (5120, 27648),
 }
-TOKENS = (8, 64, 256, 2048, 8192)
+TOKENS = (8, 64, 256, 512, 1024, 2048, 8192)
 GOLDEN_SHAPE = (128, 64)
 HUMMING_SWEEP = (
     (4, 1, 4),
@@ -339,31 +333,19 @@ def bench_gemm(result: dict, folder: Path, sweep: bool) -> None:
     }
     for name, gemm in gemms.items():
         started = time.time()
-        gemm.prepare(weights.values(), token_counts(gemm))
+        gemm.prepare(weights.values(), TOKENS)
         add(result, {"kind": "compile", "what": name, "seconds": round(time.time() - started, 1)})
     check_other_sizes(result)
     for name, weight in weights.items():
         bench_matrix(result, name, weight, gemms)
     for tokens in TOKENS:
         rows = [row for row in result["rows"] if row["kind"] == "gemm" and row["tokens"] == tokens]
-        ran = [key for key in gemms if tokens in token_counts(gemms[key])]
-        total = {key: sum(row[f"{key}_ms"] for row in rows) for key in ("cublas", *ran)}
-        expansions = [
-            row["ms"]
-            for row in result["rows"]
-            if row["kind"] == "expand" and row["layout"] == "humming"
-        ]
-        if expansions:
-            total["expand_cublas"] = total["cublas"] + sum(expansions)
+        keys = ("cublas", *gemms, "expand_cublas")
+        total = {key: sum(row[f"{key}_ms"] for row in rows) for key in keys}
         layer = {f"{key}_ms": round(ms, 4) for key, ms in total.items()}
         add(result, {"kind": "layer", "tokens": tokens, **layer})
         for key in list(total)[1:]:
             result["ratios"][f"{key}_vs_cublas_m{tokens}"] = round(total["cublas"] / total[key], 3)
-
-
-def token_counts(gemm: HummingGemm) -> list[int]:
-    """Those of TOKENS that this GEMM does not refuse."""
-    return [n for n in TOKENS if not gemm.batch_invariant or n <= MAX_INVARIANT_TOKENS]
 
 
 def bench_matrix(
@@ -395,8 +377,6 @@ def bench_matrix(
         row["cublas_error"] = error(out[checked], exact)
         row["cublas_ms"] = round(time_ms([lambda d=d: cublas(d) for d in dense_sets]), 4)
         for key, gemm in gemms.items():
-            if tokens not in token_counts(gemm):
-                continue
             out.fill_(float("nan"))
             gemm(x, weight, out)
             row[f"{key}_error"] = error(out[checked], exact)
@@ -412,6 +392,13 @@ def bench_matrix(
                 first_rows[tokens] = out[:8].clone()
             calls = [lambda w=w, gemm=gemm, x=x, out=out: gemm(x, w, out) for w in packed_sets]
             row[f"{key}_ms"] = round(time_ms(calls), 4)
+
+        buffer = torch.empty_like(dense)
+        calls = [
+            lambda w=w, cublas=cublas, buffer=buffer: cublas(expand(w, torch.bfloat16, buffer))
+            for w in packed_sets
+        ]
+        row["expand_cublas_ms"] = round(time_ms(calls), 4)
         add(result, row)
     least = first_rows[TOKENS[0]]
     invariant = {tokens: torch.equal(rows, least) for tokens, rows in first_rows.items()}
@@ -421,12 +408,10 @@ def bench_matrix(
 def check_other_sizes(result: dict) -> None:
     """Padded sizes, and the other architectures' instruction forced on this one."""
     many = (1, 16, 100)
-    # Humming chooses tiles of 8 rows for Hopper, and bf16 MMA has none: forced there it compiles for multiples of 16.
-    forced = (16,) if mma_of(DEVICE) == "wgmma" else many
     cases: list[tuple[tuple[int, int], Mma, tuple[int, ...]]] = [
         ((576, 576), mma_of(DEVICE), many),
         ((576, 1536), mma_of(DEVICE), many),
-        ((1024, 2048), "mma", forced),
+        ((1024, 2048), "mma", many),
     ]
     gemm = HummingGemm(DEVICE)
     for shape, mma, counts in cases:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qerl import kernels
 from qerl.errors import UserError
-from qerl.kernels import gemm, humming_layout
+from qerl.kernels import humming_layout
 from qerl.kernels.gemm import (
     HummingGemm,
     check_layout,
@@ -281,14 +281,6 @@ def test_a_missing_humming_says_what_to_install():
         HummingGemm(DEVICE)
 
 
-def test_batch_invariance_is_refused_where_it_was_seen_wrong(monkeypatch):
-    monkeypatch.setattr(gemm, "require_humming", lambda: gemm.SUPPORTED_VERSION)
-    invariant = HummingGemm(DEVICE, batch_invariant=True)
-    weight = pack(random_weight(64, 128), "wgmma")
-    with pytest.raises(UserError, match=r"at 257 tokens; it is allowed up to 256"):
-        invariant(torch.zeros(257, 128, dtype=torch.bfloat16, device=DEVICE), weight)
-
-
 # ---- on a GPU ----
 
 
@@ -312,17 +304,22 @@ def test_humming_packs_as_we_do(humming, mma):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(576, 576), (512, 1024)])
-def test_the_packed_gemm_equals_float64(humming, shape):
-    weight = pack(random_weight(*shape), humming_layout.mma_of(DEVICE))
-    multiply = HummingGemm(DEVICE)
-    for tokens in (0, 1, 24, 300):
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("mma", INSTRUCTIONS)
+@pytest.mark.parametrize("shape", [(576, 576), (512, 1024), (1024, 8192)])
+def test_the_packed_gemm_equals_float64(humming, shape, mma, invariant):
+    weight = pack(random_weight(*shape), mma)
+    multiply = HummingGemm(DEVICE, batch_invariant=invariant)
+    for tokens in (0, 1, 24, 300, 2048):
         x = torch.randn(tokens, shape[1], device=DEVICE).bfloat16()
         out = torch.full((tokens, shape[0]), torch.nan, dtype=torch.bfloat16, device=DEVICE)
         exact = x.double() @ dequantize(weight, torch.float64).t()
         y = multiply(x, weight, out)
         assert y.shape == exact.shape
-        assert (y.double() - exact).norm() <= 5e-3 * exact.norm()
+        # Sums rounded once, and bf16 parts of a split K rounded and added (docs/kernels.md).
+        assert (y.double() - exact).norm() <= (2.5e-3 if invariant else 8e-3) * exact.norm()
+        if invariant:
+            assert torch.equal(multiply(x, weight), y)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import torch
 from helpers import load_policy, randomize_adapter, save_model
 
 from qerl.engine import vllm_ops, vllm_setup
-from qerl.engine.vllm_adapter import AdapterBuffers, adapter_parts
+from qerl.engine.vllm_adapter import AdapterBuffers, adapter_parts, update
 from qerl.engine.vllm_arguments import (
     VllmOptions,
     capture_sizes,
@@ -42,12 +42,20 @@ def open_policy(folder: Path, **options):
 
 def updated_buffers(policy) -> dict[str, AdapterBuffers]:
     """The engine's buffers of every adapted matrix, filled."""
-    found = {}
-    for name, parts in adapter_parts(policy.causal_model, policy.base.layout).items():
-        shape = policy.base.linears[name].shape
-        found[name] = AdapterBuffers.empty(parts, shape, torch.float32, CPU)
-        found[name].update()
+    layout = policy.base.layout
+    fused = {linear.name: linear for linear in layout.linears}
+    found = {
+        name: AdapterBuffers.empty(parts, fused[name], torch.float32, CPU)
+        for name, parts in adapter_parts(policy.causal_model, layout).items()
+    }
+    update(found.values())
     return found
+
+
+def product(buffers: AdapterBuffers, member_rows: tuple[int, ...]) -> torch.Tensor:
+    """B A [N, K], member by member."""
+    members = zip(buffers.b.split(member_rows), buffers.a.chunk(len(member_rows)), strict=True)
+    return torch.cat([b @ a for b, a in members])
 
 
 @pytest.mark.parametrize("lora", ADAPTERS, ids=lambda lora: f"r{lora['lora_r']}")
@@ -65,8 +73,8 @@ def test_the_fused_adapter_is_pefts(tmp_path, lora):
                 num_members += 1
             start += num_rows
         if fused.name in buffers:
-            found = buffers[fused.name]
-            torch.testing.assert_close(found.b @ found.a, expected, rtol=1e-5, atol=1e-6)
+            found = product(buffers[fused.name], fused.member_rows)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         else:
             assert not expected.any()
     assert num_members == sum(isinstance(m, LoraLinear) for m in policy.causal_model.modules()) > 0
@@ -76,12 +84,11 @@ def test_buffers_follow_the_masters_in_place(tmp_path):
     policy = open_policy(tmp_path / "m")
     buffers = updated_buffers(policy)
     addresses = [(b.a.data_ptr(), b.b.data_ptr()) for b in buffers.values()]
-    before = {name: found.b @ found.a for name, found in buffers.items()}
+    before = {name: found.b.clone() for name, found in buffers.items()}
     randomize_adapter(policy, seed=7)
-    for found in buffers.values():
-        found.update()
+    update(buffers.values())
     assert addresses == [(b.a.data_ptr(), b.b.data_ptr()) for b in buffers.values()]
-    assert all(not torch.equal(before[name], found.b @ found.a) for name, found in buffers.items())
+    assert all(not torch.equal(before[name], found.b) for name, found in buffers.items())
     other = updated_buffers(policy)
     assert all(torch.equal(found.b, other[name].b) for name, found in buffers.items())
 
@@ -100,7 +107,9 @@ def test_the_operator_multiplies_with_the_offered_weight(tmp_path, format):
     x = torch.randn(2, 3, packed.shape[1], generator=torch.Generator().manual_seed(0))
     key = vllm_ops.key_of(packed)
     try:
-        vllm_ops.offer(policy.base.linears.values(), torch.float32, batch_invariant=False)
+        vllm_ops.offer(
+            policy.base.layout.linears, policy.base.linears, torch.float32, batch_invariant=False
+        )
         y = torch.ops.qerl.packed_linear(x, key, packed.shape[0])
         torch.testing.assert_close(y, x @ dequantize(packed, torch.float32).t())
         compiled = torch.compile(torch.ops.qerl.packed_linear, backend="aot_eager", fullgraph=True)

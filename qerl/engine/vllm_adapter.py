@@ -1,14 +1,15 @@
 """The LoRA adapter inside the engine's fused linears: two buffers each, updated in place.
 
-vLLM computes q, k and v (gate and up) with one matrix, PEFT holds one A [r, K] and B [N_i, r] for each of them. Fused:
+vLLM computes q, k and v (gate and up) with one matrix, PEFT holds one A [r, K] and B [N_i, r] for each of them. Stacked:
 
-    A = [A_q; A_k; A_v]  [n r, K]        B = diag(s B_q, s B_k, s B_v)  [N, n r]        y += (x A^T) B^T
+    A = [A_q; A_k; A_v]  [n r, K]        B = [s B_q; s B_k; s B_v]  [N, r]        y_i += (x A_i^T) B_i^T
 
 with PEFT's scaling s (alpha / r, or alpha / sqrt(r)) folded into B: it is multiplied in fp32 and rounded once. Members
-that the adapter leaves out have no part in A and zero rows in B; a fused matrix without any member has no buffers.
+that the adapter leaves out are zeros in both; a fused matrix without any member has no buffers.
 The buffers keep their addresses for the engine's life, so CUDA graphs see every update.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,8 @@ class Part:
 
     layer: LoraLinear
     """PEFT's layer, whose fp32 masters are copied from"""
+    index: int
+    """Which member it is"""
     rows: slice
     """The member's rows of B"""
 
@@ -54,16 +57,17 @@ def adapter_parts(model: nn.Module, layout: Layout) -> dict[str, tuple[Part, ...
 
 def _parts_of(fused: FusedLinear, layers: dict[str, LoraLinear]) -> tuple[Part, ...]:
     found, start = [], 0
-    for member, num_rows in zip(fused.members, fused.member_rows, strict=True):
+    members = zip(fused.members, fused.member_rows, strict=True)
+    for index, (member, num_rows) in enumerate(members):
         if member in layers:
-            found.append(Part(layers[member], slice(start, start + num_rows)))
+            found.append(Part(layers[member], index, slice(start, start + num_rows)))
         start += num_rows
     return tuple(found)
 
 
 @dataclass(frozen=True)
 class AdapterBuffers:
-    """A [n r, K] and B [N, n r] of one fused matrix, and where their contents come from."""
+    """A [n r, K] and B [N, r] of one fused matrix of n members, and where their contents come from."""
 
     a: Tensor
     b: Tensor
@@ -71,28 +75,30 @@ class AdapterBuffers:
 
     @classmethod
     def empty(
-        cls,
-        parts: tuple[Part, ...],
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
+        cls, parts: tuple[Part, ...], fused: FusedLinear, dtype: torch.dtype, device: torch.device
     ) -> "AdapterBuffers":
-        """Zeros for a fused matrix of shape (N, K)."""
-        num_rows, num_columns = shape
-        width = sum(part.rank for part in parts)
-        a = torch.zeros(width, num_columns, dtype=dtype, device=device)
-        b = torch.zeros(num_rows, width, dtype=dtype, device=device)
+        """Zeros."""
+        (rank,) = {part.rank for part in parts}
+        width, num_rows = rank * len(fused.members), sum(fused.member_rows)
+        a = torch.zeros(width, fused.num_columns, dtype=dtype, device=device)
+        b = torch.zeros(num_rows, rank, dtype=dtype, device=device)
         return cls(a, b, parts)
 
-    @torch.no_grad()
-    def update(self) -> None:
-        """Copy the masters as they are now."""
-        start = 0
-        for part in self.parts:
-            columns = slice(start, start + part.rank)
-            start += part.rank
+
+@torch.no_grad()
+def update(buffers: Iterable[AdapterBuffers]) -> None:
+    """Copy the masters of all buffers as they are now, in a few launches."""
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    for found in buffers:
+        for part in found.parts:
             master_a = part.layer.lora_A[ADAPTER].get_parameter("weight")
             master_b = part.layer.lora_B[ADAPTER].get_parameter("weight")
             scaling = part.layer.scaling[ADAPTER]
-            self.a[columns].copy_(master_a)
-            self.b[part.rows, columns].copy_(master_b if scaling == 1 else master_b * scaling)
+            targets += [
+                found.a[part.index * part.rank : (part.index + 1) * part.rank],
+                found.b[part.rows],
+            ]
+            sources += [master_a, master_b if scaling == 1 else master_b * scaling]
+    if targets:
+        torch._foreach_copy_(targets, sources)

@@ -21,7 +21,7 @@ import torch
 
 from qerl.algo.noise import noisy_weight
 from qerl.engine import vllm_ops
-from qerl.engine.vllm_adapter import adapter_parts
+from qerl.engine.vllm_adapter import adapter_parts, update
 from qerl.engine.vllm_arguments import (
     VllmOptions,
     graph_settings,
@@ -103,7 +103,10 @@ class VllmEngine:
         arguments = llm_arguments(policy, options, self.graph_settings)
         _check_layout(policy)
         vllm_ops.offer(
-            policy.base.linears.values(), policy.dtype, batch_invariant=options.batch_invariant
+            policy.base.layout.linears,
+            policy.base.linears,
+            policy.dtype,
+            batch_invariant=options.batch_invariant,
         )
         with process_left_alone(policy.device):
             from vllm import LLM
@@ -124,8 +127,7 @@ class VllmEngine:
 
         Must not run inside `Policy.noise`, whose weights would be taken for the clean ones.
         """
-        for buffers in self.adoption.adapters.values():
-            buffers.update()
+        update(self.adoption.adapters.values())
         for name, weight in self.adoption.norms.items():
             clean = self.policy.base.tensors[f"{name}.weight"]
             if noise is None:

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.config import ModelConfig
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
@@ -71,6 +72,8 @@ class Adoption:
                 self._exchange_norm(name, module)
             elif isinstance(module, LinearBase) and module.bias is not None:
                 self._fill_bias(name, module)
+            elif isinstance(getattr(module, "act_fn", None), SiluAndMul):
+                self._gate_in_linear(module)
         missing = set(self.noise_norms) - set(self.norms)
         if missing:
             raise RunError(
@@ -102,6 +105,13 @@ class Adoption:
         else:
             module.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
             self.doubled[f"{name}.bias"] = module.bias.data
+
+    def _gate_in_linear(self, mlp: Any) -> None:
+        """Where gate and up carry an adapter, let their linear do what the activation after it would."""
+        linear = mlp.gate_up_proj
+        if linear.quant_method.parts is not None and linear.bias is None:
+            linear.quant_method.gated = True
+            mlp.act_fn = nn.Identity()
 
     def verify(self, model: nn.Module) -> None:
         """Raise RunError unless every parameter is the base's own storage or listed in `doubled`, and none is missing.
@@ -168,7 +178,12 @@ def _adoption() -> Adoption:
 
 
 class _AdoptedLinear(LinearMethodBase):
-    """A fused linear on packed weights, with its adapter: y = x W^T + bias + (x A^T) B^T. One object a layer."""
+    """A fused linear on packed weights, with its adapter: y = x W^T + bias + (x A^T) B^T. One object a layer.
+
+    `gated`: an adapted gate and up give silu(gate) * up at once, where the adapter's kernel has both at hand.
+    """
+
+    gated = False
 
     def __init__(self, adoption: Adoption, name: str):
         self.adoption = adoption
@@ -194,7 +209,8 @@ class _AdoptedLinear(LinearMethodBase):
             leaf = "key" if tensor is key_of(packed) else field_name.replace(".", "_")
             layer.register_parameter(f"qerl_{leaf}", nn.Parameter(tensor, requires_grad=False))
         if self.parts is not None:
-            buffers = AdapterBuffers.empty(self.parts, packed.shape, params_dtype, packed.device)
+            (fused,) = [f for f in self.adoption.base.layout.linears if f.name == self.name]
+            buffers = AdapterBuffers.empty(self.parts, fused, params_dtype, packed.device)
             layer.register_buffer("lora_A", buffers.a, persistent=False)
             layer.register_buffer("lora_B", buffers.b, persistent=False)
             self.adoption.adapters[self.name] = buffers
@@ -203,12 +219,15 @@ class _AdoptedLinear(LinearMethodBase):
         """Nothing: the weights are in the kernel's layout since they were packed."""
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        y = torch.ops.qerl.packed_linear(x, layer.qerl_key, self.packed.shape[0])
-        if bias is not None:
-            y = y + bias
-        if self.parts is not None:
-            y = y + F.linear(F.linear(x, layer.lora_A), layer.lora_B)
-        return y
+        num_rows = self.packed.shape[0]
+        if self.parts is None:
+            y = torch.ops.qerl.packed_linear(x, layer.qerl_key, num_rows)
+        else:
+            num_outputs = num_rows // 2 if self.gated else num_rows
+            y = torch.ops.qerl.adapted_linear(
+                x, layer.qerl_key, layer.lora_A, layer.lora_B, num_outputs, self.gated
+            )
+        return y if bias is None else y + bias
 
 
 class _UnknownLinear(LinearMethodBase):

@@ -10,6 +10,7 @@ triton and humming are imported when a kernel of theirs is first used: they take
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,8 +20,17 @@ from qerl.kernels.humming_layout import HummingWeight
 from qerl.quant.nvfp4 import Nvfp4Weight
 from qerl.quant.packed import PackedWeight
 
+if TYPE_CHECKING:
+    from qerl.quant.nf4 import Nf4Weight  # imports bitsandbytes: seconds
+
 Gemm = Callable[[Tensor, PackedWeight, float], Tensor]
 """(x [M, K], W [N, K], dequant_scale as a number) -> (x W'^T) * dequant_scale, [M, N] in x's dtype"""
+
+MAX_PACKED_TOKENS = 2048
+"""Most tokens that Humming multiplies. On an H200 a 32B layer takes 3.27 ms with it and 3.31 ms expanded at 2048 tokens,
+12.9 and 12.2 ms at 8192 (docs/kernels.md)."""
+MAX_FUSED_NF4_TOKENS = 512
+"""Most tokens for which bitsandbytes 0.50 may take a fused kernel on Hopper; above, it would expand each member by itself."""
 
 _BF16 = (torch.bfloat16,)
 _OTHERS = (torch.float16, torch.float32, torch.float64)
@@ -51,7 +61,7 @@ def gemm_for(weight: PackedWeight, dtype: torch.dtype, *, batch_invariant: bool 
         weight: says format and device.
         dtype: of activations and results.
         batch_invariant: no split of K whose parts are added in an order that differs from run to run. Results for
-            different token counts may still differ, and Humming's GEMM refuses more than 256 tokens with it.
+            different token counts may still differ.
 
     Raises UserError when there is no kernel, or the package it needs is not installed.
     """
@@ -99,9 +109,27 @@ def _humming_gemm(device: torch.device, batch_invariant: bool) -> Callable:
     from qerl.kernels.gemm import HummingGemm
 
     gemm = HummingGemm(device, batch_invariant=batch_invariant)
+    dense = _dense_gemm(device, batch_invariant)
 
     def multiply(x: Tensor, weight: HummingWeight, scale: float) -> Tensor:
+        if x.shape[0] > MAX_PACKED_TOKENS:
+            return dense(x, weight, scale)
         return gemm(x, weight)  # the kernel reads dequant_scale where it lies, on the device
+
+    return multiply
+
+
+def _bitsandbytes_gemm(device: torch.device, batch_invariant: bool) -> Callable:
+    """bitsandbytes' own product, member by member: it chooses between its fused kernel and expanding."""
+    from bitsandbytes import matmul_4bit
+
+    dense = _dense_gemm(device, batch_invariant)
+
+    def multiply(x: Tensor, weight: "Nf4Weight", scale: float) -> Tensor:
+        if x.shape[0] > MAX_FUSED_NF4_TOKENS:
+            return dense(x, weight, scale)
+        outputs = [matmul_4bit(x, member.codes, member.state) for member in weight.members]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     return multiply
 
@@ -144,7 +172,8 @@ PRODUCTS = (
     Kernel("Nvfp4Weight", "cpu", _ANY, _dense_gemm),
     Kernel("Nvfp4Weight", "cuda", _ANY, _dense_gemm),
     Kernel("Nf4Weight", "cpu", _ANY, _dense_gemm),
-    Kernel("Nf4Weight", "cuda", _ANY, _dense_gemm),
+    Kernel("Nf4Weight", "cuda", _BF16, _bitsandbytes_gemm),
+    Kernel("Nf4Weight", "cuda", _OTHERS, _dense_gemm),
     Kernel("Bf16Weight", "cpu", _ANY, _dense_gemm),
     Kernel("Bf16Weight", "cuda", _ANY, _dense_gemm),
 )

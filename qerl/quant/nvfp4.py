@@ -239,7 +239,11 @@ def _round_to_e4m3(scales: Tensor) -> Tensor:
 def _squared_error(blocks: Tensor, scales: Tensor) -> Tensor:
     """Sum of squared rounding errors of each block [R, K/16] under scales [R, K/16]."""
     scaled = blocks.abs().div_(scales.unsqueeze(-1))
-    return _round_to_e2m1(scaled).sub_(scaled).square_().sum(dim=-1).mul_(scales.square())
+    squares = _round_to_e2m1(scaled).sub_(scaled).square_()
+    while squares.shape[-1] > 1:  # halves, so that every device adds in the same order
+        low, high = squares.chunk(2, dim=-1)
+        squares = low + high
+    return squares.squeeze(-1).mul_(scales.square())
 
 
 def _amax(members: list[Tensor]) -> Tensor:

@@ -1,0 +1,76 @@
+"""A packed product with its LoRA adapter: y = x W^T + (x A^T) B^T for each member of a fused matrix, and MLP gating on top.
+
+`AdaptedGemm` is what an engine's linear calls. Below `MAX_DECODE_TOKENS` on a GPU the adapter runs in two Triton launches beside
+the packed GEMM (triton_adapter.py); else, and on a CPU, as plain matrix products.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from qerl.kernels import Gemm
+from qerl.quant.packed import PackedWeight
+
+MAX_DECODE_TOKENS = 512
+"""Most tokens for which the Triton kernels run: more than that are a prefill, which plain products serve as well."""
+
+
+class AdaptedGemm:
+    """One user's packed GEMM with adapters. State: the GEMM's, and on a GPU a second stream."""
+
+    def __init__(self, gemm: Gemm, device: torch.device, dtype: torch.dtype):
+        self.gemm = gemm
+        self.kernels = device.type == "cuda" and dtype == torch.bfloat16
+        self.dependent = self.kernels and torch.cuda.get_device_capability(device) >= (9, 0)
+
+    def __call__(
+        self,
+        x: Tensor,
+        packed: PackedWeight,
+        scale: float,
+        a: Tensor,
+        b: Tensor,
+        member_rows: tuple[int, ...],
+        *,
+        gated: bool,
+    ) -> Tensor:
+        """x W^T + (x A^T) B^T [M, N]; `gated`: silu(gate) * up [M, N/2] of the two members.
+
+        Args:
+            x: [M, K], contiguous.
+            packed, scale: W' [N, K] and its dequant_scale.
+            a: [n r, K]: A of the n members, one below the other.
+            b: [N, r]: their B, likewise, the adapter's scaling in it.
+            member_rows: N_i.
+        """
+        if not self.kernels or not 0 < x.shape[0] <= MAX_DECODE_TOKENS:
+            y = add_adapter(self.gemm(x, packed, scale), x, a, b, member_rows)
+            return gate(y) if gated else y
+        from qerl.kernels import triton_adapter
+
+        launch = triton_adapter.launch_for(x.shape[0], b.shape[0])
+        launch = replace(launch, dependent=self.dependent)
+        y = self.gemm(x, packed, scale)
+        parts = triton_adapter.shrink(x, a, launch)
+        finish = triton_adapter.grow_gated if gated else triton_adapter.grow
+        return finish(y, parts, b, member_rows, launch)
+
+
+def add_adapter(y: Tensor, x: Tensor, a: Tensor, b: Tensor, member_rows: tuple[int, ...]) -> Tensor:
+    """y [M, N] += (x A^T) B^T in place, member by member; returns y. Plain torch; shapes as in `AdaptedGemm`."""
+    down = x @ a.t()
+    rank = b.shape[1]
+    start = 0
+    for member, num_rows in enumerate(member_rows):
+        rows = slice(start, start + num_rows)
+        y[:, rows].addmm_(down[:, member * rank : (member + 1) * rank], b[rows].t())
+        start += num_rows
+    return y
+
+
+def gate(y: Tensor) -> Tensor:
+    """silu(gate) * up [M, N/2] of y = [gate, up] [M, N]."""
+    first, second = y.chunk(2, dim=1)
+    return functional.silu(first) * second
