@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from qerl.config import LoraConfig
 from qerl.engine import vllm_ops
+from qerl.engine.vllm_adapter import update
 from qerl.engine.vllm_arguments import VllmOptions, graph_settings, llm_arguments
 from qerl.engine.vllm_engine import VllmEngine
 from qerl.engine.vllm_setup import installed_version, require_vllm
@@ -233,8 +234,7 @@ def test_the_prefix_cache_is_emptied_with_every_version(tmp_path, open_engine):
     engine = open_engine(policy)
     engine.generate(LONG, SAMPLING)
     randomize_adapter(policy, 0.3)
-    for buffers in engine.adoption.adapters.values():
-        buffers.update()
+    update(engine.adoption.adapters.values())
     stale = flat(engine.generate(LONG, SAMPLING))
     assert largest_difference(policy, stale) > 1e-2
     engine.sync(1, None)

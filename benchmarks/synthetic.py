@@ -1,0 +1,97 @@
+"""Models of random weights in the shape of real ones: right for speed and memory, made on the GPU without a file.
+
+A 32B checkpoint is 65 GB; here each fused matrix is drawn in bf16, packed and forgotten. Magnitudes are a trained model's
+roughly, so that next-token distributions are neither flat nor certain and rounding errors do not grow through the layers.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config
+
+from qerl.families import FAMILIES
+from qerl.kernels.humming_layout import mma_of, pack
+from qerl.quant import FORMATS
+from qerl.quant.base_weights import BaseWeights
+from qerl.quant.layout import build_layout, is_norm
+from qerl.quant.report import LinearReport, PackingReport
+
+SHAPES = {  # hidden, intermediate, layers, query heads, key heads, vocabulary
+    "tiny": (256, 512, 2, 4, 2, 1024),
+    "0.5b": (896, 4864, 24, 14, 2, 151936),
+    "1.5b": (1536, 8960, 28, 12, 2, 151936),
+    "7b": (3584, 18944, 28, 28, 4, 152064),
+    "14b": (5120, 13824, 48, 40, 8, 152064),
+    "32b": (5120, 27648, 64, 40, 8, 152064),
+}
+_LOGIT_STD = 2.5
+"""Of the next-token logits: an entropy of some 9 nats with 152,064 tokens"""
+
+
+def model_config(shape: str, num_layers: int = 0) -> Qwen2Config:
+    """Qwen2.5's config in this shape; fewer layers on request."""
+    hidden, intermediate, layers, heads, key_heads, vocab = SHAPES[shape]
+    return Qwen2Config(
+        architectures=["Qwen2ForCausalLM"],
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=num_layers or layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        vocab_size=vocab,
+        max_position_embeddings=131072,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        use_sliding_window=False,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+
+
+@torch.no_grad()
+def random_base(config: Qwen2Config, format: str, device: torch.device) -> BaseWeights:
+    """A packed base; NVFP4 in the layout of its kernel."""
+    layout = build_layout(config)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(shape: tuple[int, ...], std: float) -> torch.Tensor:
+        values = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        return values.normal_(0, std, generator=generator)
+
+    linears, reports = {}, []
+    # What a layer adds to the residual stream shrinks with depth, as GPT-2's initialization has it.
+    depth = math.sqrt(2 * config.num_hidden_layers)
+    for fused in layout.linears:
+        adds = fused.name.endswith(("o_proj", "down_proj"))
+        std = fused.num_columns**-0.5 / (depth if adds else 1)
+        members = [normal((rows, fused.num_columns), std) for rows in fused.member_rows]
+        weight = FORMATS[format](members, "four_over_six")
+        if format == "nvfp4":
+            weight = pack(weight, mma_of(device))
+        linears[fused.name] = weight
+        reports.append(LinearReport(fused.name, weight.shape, weight.nbytes, None))
+    tensors = {}
+    for name, shape in layout.dense.items():
+        if is_norm(name):
+            tensors[name] = torch.ones(shape, dtype=torch.float32, device=device)
+        elif name.endswith(".bias"):
+            tensors[name] = normal(shape, 0.02)
+        else:
+            std = 1.0 if "embed" in name else _LOGIT_STD * config.hidden_size**-0.5
+            tensors[name] = normal(shape, std)
+    torch.cuda.empty_cache()
+    dense_nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    report = PackingReport(tuple(reports), dense_nbytes)
+    family = FAMILIES[config.model_type]
+    return BaseWeights(config, family, format, layout, linears, tensors, report)
+
+
+def write_config(folder: Path, config: Qwen2Config, **extra: object) -> Path:
+    """config.json alone, for an engine that makes up weights by itself; `extra` keys are added to it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = config.to_dict() | {"architectures": ["Qwen2ForCausalLM"], **extra}
+    (folder / "config.json").write_text(json.dumps(content, default=str))
+    return folder
