@@ -38,14 +38,15 @@ def pack_items(
     advantages: Sequence[float] | None = None,
     weights: Sequence[float] | None = None,
     *,
+    old: Sequence[torch.Tensor | None] | None = None,
+    reference: Sequence[torch.Tensor | None] | None = None,
     budget: int = 10**6,
     share: bool = False,
 ) -> list[Microbatch]:
-    """`pack` on the CPU with advantages and weights of 1 unless given."""
-    ones = [1.0] * len(rollouts)
-    items = [
-        Item(*values) for values in zip(rollouts, advantages or ones, weights or ones, strict=True)
-    ]
+    """`pack` on the CPU with advantages and weights of 1, and without other log-probs, unless given."""
+    ones, none = [1.0] * len(rollouts), [None] * len(rollouts)
+    columns = (advantages or ones, weights or ones, old or none, reference or none)
+    items = [Item(*values) for values in zip(rollouts, *columns, strict=True)]
     return list(
         pack(
             items,
