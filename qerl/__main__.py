@@ -12,9 +12,13 @@ from qerl.errors import UserError
 
 COMMANDS = {
     "train": "Train an adapter: the main job.",
+    "check": "Before training: the prompt, the rewards on gold answers, a dry sample, a verdict.",
+    "diagnose": "Say from a run's folder why it learns, or does not.",
     "evaluate": "Score a run's adapter, or a bare model, on held-out problems.",
     "quantize": "Pack a checkpoint into NVFP4, with the loss of every layer.",
     "sample": "Write completions of one prompt with a run's adapter.",
+    "compare": "Train several arms over several seeds and report how they differ.",
+    "report": "Draw a page about runs: charts, and a browser of their completions.",
     "plan": "What a training command would need; the same as `qerl train --dry-run`.",
 }
 

@@ -7,7 +7,7 @@ higher layer starts the `task` section afresh: the parameters that a preset give
 import json
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,14 +50,19 @@ def build_config(
     file_layer = read_layer(Path(config_file)) if config_file else {}
     model = flags.get("model") or file_layer.get("model")
     preset = model.value if model and model.value in preset_names() else None
-    layers = [_flatten(base, "the run's config") if base else {}]
+    layers = [layer_of(base, "the run's config") if base else {}]
     if preset:
         layers.append(read_layer(preset_folder() / f"{preset}.toml"))
         # What the name stands for is the preset's to say.
         file_layer.pop("model", None)
         flags = {path: setting for path, setting in flags.items() if path != "model"}
+    return validate_layer(stack([*layers, file_layer, flags])), preset
+
+
+def stack(layers: Iterable[Layer]) -> Layer:
+    """Layers on each other, the later over the earlier; a task of another name drops the settings of the one below."""
     merged: Layer = {}
-    for layer in (*layers, file_layer, flags):
+    for layer in layers:
         if (
             "task.name" in layer
             and "task.name" in merged
@@ -67,12 +72,12 @@ def build_config(
                 path: setting for path, setting in merged.items() if not path.startswith("task.")
             }
         merged |= layer
-    return validate_layer(merged), preset
+    return merged
 
 
 def read_layer(path: Path) -> Layer:
     """The settings in a TOML file, by full path."""
-    return _flatten(read_toml(path), str(path))
+    return layer_of(read_toml(path), str(path))
 
 
 def validate_layer(layer: Layer) -> Config:
@@ -97,13 +102,13 @@ def validate_layer(layer: Layer) -> Config:
         raise UserError(_explain(error, layer)) from error
 
 
-def _flatten(tree: Mapping[str, Any], origin: str, prefix: str = "") -> Layer:
+def layer_of(tree: Mapping[str, Any], origin: str, prefix: str = "") -> Layer:
     """Settings of nested tables by full path; tables that are themselves values stay whole."""
     layer: Layer = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and name.replace("-", "_") in sections():
-            layer |= _flatten(value, origin, f"{name}.")
+            layer |= layer_of(value, origin, f"{name}.")
             continue
         try:
             field, inner = find_field(name, "key", name)

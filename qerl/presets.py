@@ -1,6 +1,7 @@
 """Presets: configs/NAME.toml, sparse settings that `--model NAME` stands for.
 
-They are files of the repository, and inside an installed wheel they are in the package (`qerl/configs`).
+They are files of the repository, and inside an installed wheel they are in the package (`qerl/configs`). Files called
+compare-*.toml lie beside them and are no presets: they describe several runs (`qerl.compare`).
 """
 
 import difflib
@@ -26,7 +27,7 @@ def preset_folder() -> Path:
 def preset_names() -> tuple[str, ...]:
     """All presets, quickstart first, then by family and size."""
     names = (path.stem for path in preset_folder().glob("*.toml"))
-    return tuple(sorted(names, key=_reading_order))
+    return tuple(sorted((n for n in names if not n.startswith("compare-")), key=_reading_order))
 
 
 def preset_summary(name: str) -> str:

@@ -24,6 +24,8 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
             "fields",
             "foreign",
             "layers",
+            "arms",
+            "compare_runner",
             "cli",
             "cli_help",
         )
@@ -54,6 +56,7 @@ ENTRY_POINTS = (
     "sample",
     "plan",
     "compare",
+    "report",
     "bench",
     "loop",
     "run",
@@ -122,7 +125,7 @@ def test_the_rules_see_imports(tmp_path):
     "statement",
     [
         "import qerl.cli, qerl.cli_help, qerl.__main__",
-        "import qerl.train",
+        "import qerl.train, qerl.compare, qerl.report",
         "import qerl.tasks, pkgutil, importlib\n"
         "for module in pkgutil.iter_modules(qerl.tasks.__path__): importlib.import_module(f'qerl.tasks.{module.name}')",
     ],
