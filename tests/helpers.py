@@ -102,6 +102,7 @@ def load_policy(
     rounding: str = "nearest",
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    keep_initial: bool = False,
     **lora,
 ) -> Policy:
     """A policy over the checkpoint's packed base, on the CPU."""
@@ -109,7 +110,9 @@ def load_policy(
         folder, format=format, rounding=rounding, dtype=dtype, device=torch.device("cpu")
     )
     lora = {"lora_r": 4, "lora_alpha": 8} | lora
-    return Policy(base, LoraConfig(**lora), model_name=str(folder), seed=seed)
+    return Policy(
+        base, LoraConfig(**lora), model_name=str(folder), seed=seed, keep_initial=keep_initial
+    )
 
 
 def randomize_adapter(policy: Policy, scale: float = 0.05, seed: int = 1) -> None:
