@@ -19,6 +19,7 @@ COMMANDS = {
     "sample": "Write completions of one prompt with a run's adapter.",
     "compare": "Train several arms over several seeds and report how they differ.",
     "report": "Draw a page about runs: charts, and a browser of their completions.",
+    "parity": "Compare the log-probabilities of trainer and engine.",
     "plan": "What a training command would need; the same as `qerl train --dry-run`.",
 }
 

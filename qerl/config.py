@@ -18,11 +18,12 @@ class TaskConfig(Section):
     """What is trained on: problems and the rewards that come with them."""
 
     name: str = ""
-    """gsm8k, reasoning-gym/FAMILY (for example reasoning-gym/chain_sum), or dataset (any file or hub id, with task.path)."""
+    """gsm8k, math, big-math, dapo-math-17k, math-500, aime24, aime25, amc23, reasoning-gym/FAMILY (or FAMILY+FAMILY), or
+    dataset (any file or hub id, with task.path)."""
     path: str | None = None
     """Local .jsonl, .json, .csv or .parquet file, folder, or Hugging Face data set id. Alias: dataset_name."""
     config: str | None = None
-    """Configuration name of a Hugging Face data set (gsm8k: main)."""
+    """Configuration name of a Hugging Face data set; default: the task's own (gsm8k: main)."""
     revision: str | None = None
     """Revision of a Hugging Face data set."""
     train_split: str = "train"
@@ -30,7 +31,9 @@ class TaskConfig(Section):
     test_split: str | None = None
     """Split that is held out; default: test if there is one, else a tenth of the training split by a hash of the text."""
     params: dict[str, Any] = Field(default={})
-    """Parameters of a reasoning-gym family, e.g. '{"min_terms": 2, "max_terms": 3}'."""
+    """Parameters of a reasoning-gym family, e.g. '{"min_terms": 2, "max_terms": 3}'; of several, a table for each."""
+    weights: dict[str, float] = Field(default={})
+    """Proportions of several reasoning-gym families, e.g. '{"chain_sum": 2, "products": 1}'. Default: equal."""
     train_size: Positive | None = None
     """Training problems wanted; a pool smaller than asked is an error. Default: all (reasoning-gym: 1000)."""
     test_size: Positive | None = None
@@ -39,6 +42,15 @@ class TaskConfig(Section):
     """Column of the prompt (string or messages); dotted names reach into structs. Default: prompt, question or problem."""
     answer_column: str | None = None
     """Column of the answer; default: answer, solution or ground_truth."""
+    answer_format: (
+        Literal["boxed", "hashes", "tags", "answer_line", "last_number", "exact"] | None
+    ) = None
+    """Where a completion gives its answer: \\boxed{}, #### ANSWER, <answer> tags, a line "Answer: ...", the last number,
+    or the whole text. The prompt asks for it. Default: the task's own; for other data any of these (reward math)."""
+    levels: tuple[int, ...] = ()
+    """Difficulties that are used, e.g. 3,4,5; for data with a column level, and for big-math."""
+    filter: dict[str, Any] = Field(default={})
+    """Rows that are used, by column: '{"source": ["olympiads"], "llama8b_solve_rate": {"min": 0.1, "max": 0.8}}'."""
     pool_seed: int = 0
     """Seed of the generated pool of problems (reasoning-gym); separate from the run's seed, so seeds share the data."""
 
@@ -54,6 +66,10 @@ class PromptConfig(Section):
     """Jinja file that replaces the tokenizer's chat template; "none" sends string prompts as they are."""
     chat_template_kwargs: dict[str, Any] = Field(default={})
     """Passed to the chat template, e.g. '{"enable_thinking": false}'."""
+    enable_thinking: bool | None = None
+    """Switch the chat template's thinking mode on or off, for templates that have one (Qwen3). Default: the template's."""
+    num_shots: NonNegative = 0
+    """Solved examples put before each problem, taken from the training split and no longer trained on."""
 
 
 class RewardConfig(Section):
@@ -71,6 +87,8 @@ class RewardConfig(Section):
     """Memory a worker process may allocate; beyond it allocations fail and the sample has no reward."""
     max_failure_share: Fraction = 0.5
     """The run stops when more than this share of a step's samples have a reward function that failed."""
+    flat_reward_steps: NonNegative = 20
+    """After so many steps, and again after as many, say in one line why nothing is learnt if no group has spread; 0: never."""
 
     @model_validator(mode="after")
     def _one_weight_a_function(self) -> Self:
@@ -187,7 +205,10 @@ class LogConfig(Section):
     save_steps: Positive = 10
     """A checkpoint every so many steps, and at the end."""
     save_total_limit: Positive = 2
-    """Checkpoints kept."""
+    """Newest checkpoints kept."""
+    save_best: Literal["off", "accuracy", "reward"] = "off"
+    """Keep the best checkpoint besides, and its adapter in RUN/best: by held-out accuracy (saved after each evaluation that
+    is better) or by the mean training reward of the last save_steps steps."""
     eval_steps: NonNegative = 0
     """Evaluate on held-out problems every so many steps; 0: only before and after training."""
     eval_size: NonNegative = 64
@@ -198,6 +219,8 @@ class LogConfig(Section):
     """A progress line every so many steps; metrics.jsonl gets every step."""
     report_to: Literal["none", "wandb", "tensorboard"] = "none"
     """Tracker beside the local files."""
+    watchdog_s: Annotated[float, Field(ge=0)] = 1800.0
+    """End the run, with the stacks in RUN/watchdog.log, when nothing has moved for so long; 0: never."""
 
     @model_validator(mode="after")
     def _something_to_evaluate(self) -> Self:
@@ -238,6 +261,8 @@ class Config(Section):
     """auto: the same command again continues; never: refuse an existing folder; or a checkpoint folder."""
     memory_gib: Annotated[float, Field(gt=0)] | None = None
     """Cap on all the memory the process takes; default: what is free less a reserve."""
+    parity: Literal["auto", "always", "never"] = "auto"
+    """Compare trainer and engine when a run starts, and stop if they disagree. auto: with the vLLM engine."""
     task: TaskConfig = TaskConfig()
     prompt: PromptConfig = PromptConfig()
     reward: RewardConfig = RewardConfig()

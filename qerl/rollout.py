@@ -66,14 +66,24 @@ def score(pool: RewardPool, batch: Batch) -> list[RewardResult]:
     groups = zip(batch.indices, batch.rollouts, batch.texts, strict=True)
     return pool.score(
         [
-            reward_call(batch.encoded, index, texts, [list(r.completion_ids) for r in group])
+            reward_call(
+                batch.encoded,
+                index,
+                texts,
+                [list(r.completion_ids) for r in group],
+                step=group[0].version,
+            )
             for index, group, texts in groups
         ]
     )
 
 
 def reward_call(
-    encoded: EncodedProblems, index: int, texts: Sequence[str], completion_ids: list[list[int]]
+    encoded: EncodedProblems,
+    index: int,
+    texts: Sequence[str],
+    completion_ids: list[list[int]],
+    step: int = 0,
 ) -> RewardCall:
     """What reward functions see of completions of problem `index`."""
     problem = encoded.problems[index]
@@ -91,6 +101,7 @@ def reward_call(
             "answer": [problem.answer] * n,
             **{name: [value] * n for name, value in problem.columns.items()},
         },
+        step=step,
     )
 
 
@@ -113,6 +124,7 @@ def completion_rows(
                     "completion": batch.texts[p][g],
                     "answer": batch.encoded.problems[batch.indices[p]].answer,
                     **{f"reward/{name}": values[g] for name, values in results[p].values.items()},
+                    **{f"extra/{name}": texts[g] for name, texts in results[p].extra.items()},
                     "reward": rewards[p][g],
                     "advantage": None if advantages is None else advantages[p][g],
                     "num_tokens": len(rollout.completion_ids),

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from qerl.tasks import grading
+from qerl.tasks.numerals import number_text
 
 _TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ANSWER_LINE = re.compile(
@@ -65,7 +66,7 @@ def find_boxed(text: str) -> str | None:
 def find_last_number(text: str) -> str | None:
     """The last number, as plain digits."""
     value = grading.last_number(text)
-    return None if value is None else format(value, "f")
+    return None if value is None else number_text(value)
 
 
 ANSWER_FORMATS: dict[str, AnswerFormat] = {

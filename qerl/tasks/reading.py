@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from qerl.config import TaskConfig
 
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+HUB_TIMEOUT_S = 6.0
 SAVED_MARKERS = ("dataset_dict.json", "state.json")
 """Files that `datasets`' save_to_disk leaves in a folder."""
 
@@ -92,7 +93,48 @@ def _read_file(path: Path) -> Dataset:
 def _read_hub(path: str, config: TaskConfig) -> DatasetDict:
     import datasets
 
-    return datasets.load_dataset(path, config.config, revision=config.revision)
+    with _ask_hub(path, config.revision):
+        return datasets.load_dataset(path, config.config, revision=config.revision)
+
+
+@contextmanager
+def _ask_hub(path: str, revision: str | None) -> Iterator[None]:
+    """Ask once, with a short limit, whether the hub has the data set; where it does not answer, only the cache is read.
+
+    `datasets` would try for half a minute, with a page of messages. Raises UserError for what the hub does not give.
+    """
+    from datasets import config as datasets_config
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage]  (as in model/hub.py)
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    was_offline = datasets_config.HF_HUB_OFFLINE
+    if not was_offline:
+        try:
+            HfApi().dataset_info(path, revision=revision, timeout=HUB_TIMEOUT_S)
+        except GatedRepoError as error:
+            raise UserError(
+                f"{path} is given out after one agrees to its terms: open https://huggingface.co/datasets/{path}, then "
+                "`hf auth login`"
+            ) from error
+        except RevisionNotFoundError as error:
+            raise UserError(f"{path} has no revision {revision!r} on the hub") from error
+        except (RepositoryNotFoundError, HFValidationError) as error:
+            raise UserError(
+                f"task.path {path!r}: no file or folder, and no data set of the Hugging Face hub (or a private one: "
+                "`hf auth login`)"
+            ) from error
+        except (HTTPError, OSError):
+            datasets_config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets_config.HF_HUB_OFFLINE = was_offline
 
 
 def _dataset_error() -> type[Exception]:

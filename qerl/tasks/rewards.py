@@ -45,7 +45,7 @@ def resolve_rewards(
     Raises UserError for an unknown name, a missing file or function, a column that the data does not have, and a
     number of weights that differs from the number of functions.
     """
-    functions = names or task.reward_funcs
+    functions = [_of_session(name) for name in names] or task.reward_funcs
     if not functions:
         raise UserError(
             f"{task.name}: the data has no answers to compare with; give --reward-funcs FILE.py:FUNCTION"
@@ -60,6 +60,23 @@ def resolve_rewards(
         RewardSpec(label, float(weight), *_resolve(function, task))
         for label, function, weight in zip(labels, functions, weights, strict=True)
     )
+
+
+SESSION_PREFIX = "python:"
+SESSION_FUNCTIONS: dict[str, Callable[..., Any]] = {}
+"""Functions of this Python session under the names that its configs give them: python:NAME@HASH (`qerl.api`)."""
+
+
+def _of_session(name: str | Callable[..., Any]) -> str | Callable[..., Any]:
+    """The function that a name of this session stands for; other names and callables as they are."""
+    if not isinstance(name, str) or not name.startswith(SESSION_PREFIX):
+        return name
+    if name not in SESSION_FUNCTIONS:
+        raise UserError(
+            f"reward {name} was a function of the Python session that began this run, and is not known here; "
+            "give --reward-funcs FILE.py:FUNCTION"
+        )
+    return SESSION_FUNCTIONS[name]
 
 
 def _resolve(
