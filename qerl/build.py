@@ -15,15 +15,18 @@ from qerl.engine.base import Engine
 from qerl.engine.choice import EngineChoice, choose_engine
 from qerl.engine.transformers_engine import TransformersEngine
 from qerl.errors import UserError
-from qerl.footprint import num_rows, recomputes
+from qerl.footprint import recomputes
 from qerl.kernels.humming_layout import mma_of, pack
 from qerl.memory import return_freed_memory
+from qerl.memory_plan import Place, budget_of, make_memory_plan
 from qerl.metrics import say
 from qerl.model.policy import Policy, check_adapter
 from qerl.model.source import ModelSource
 from qerl.quant.base_weights import BaseWeights, check_source
+from qerl.quant.layout import Layout
 from qerl.quant.nvfp4 import Nvfp4Weight
 from qerl.quant.packed import PackedWeight
+from qerl.sizes import GIB, Sizes
 from qerl.tasks import Task, load_task
 from qerl.tasks.asks import notes_on_marks
 from qerl.tasks.prompts import EncodedProblems, encode_problems
@@ -231,19 +234,22 @@ def _check_lengths(config: Config, model_config: PreTrainedConfig) -> None:
         )
 
 
-def build_engine(config: Config, policy: Policy, choice: EngineChoice) -> Engine:
-    """The chosen engine."""
+def build_engine(config: Config, policy: Policy, choice: EngineChoice, sizes: Sizes) -> Engine:
+    """The chosen engine, of the planned sizes."""
     if choice.name == "transformers":
-        return TransformersEngine(policy, config.rollout.max_batch_size)
+        return TransformersEngine(policy, sizes.max_num_seqs)
     from qerl.engine.vllm_engine import VllmEngine, VllmOptions
 
     rollout = config.rollout
     options = VllmOptions(
         max_model_len=rollout.max_prompt_length + rollout.max_completion_length,
-        max_num_seqs=num_rows(config),
+        max_num_seqs=sizes.max_num_seqs,
+        kv_cache_bytes=sizes.kv_cache_bytes,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        releases_cache=sizes.releases_cache,
     )
     engine = VllmEngine(policy, options)
-    for line in engine.holdings.lines():
+    for line in (*engine.holdings.lines(), engine.start_times.line()):
         say(line)
     return engine
 
@@ -272,13 +278,23 @@ def open_inference(
     config: Config, source: ModelSource, tokenizer: PreTrainedTokenizerBase
 ) -> Inference:
     """Policy and engine for evaluation and sampling."""
-    check_model(config, source)
+    model_config, layout = check_model(config, source)
     device = resolve_device(config)
+    dtype = resolve_dtype(config, device)
     choice = choose_engine(config.engine, device, config.quant)
     say(choice.line())
-    policy = build_policy(config, source, device, resolve_dtype(config, device), choice)
+    place = Place(device.type, dtype, choice.name, config.rollout.max_prompt_length)
+    budget, limit = budget_of(config, device), context_limit(model_config)[0]
+    memory = make_memory_plan(config, layout, place, budget, context_limit=limit, trains=False)
+    if choice.name == "vllm" and not memory.fits:
+        raise UserError(
+            f"{memory.budget.gib:.1f} GiB is {memory.budget.reason}; sampling needs "
+            f"{memory.least_bytes / GIB:.1f} GiB at the least: take a smaller model, or lower --max-completion-length"
+        )
+    policy = build_policy(config, source, device, dtype, choice)
+    engine = build_engine(config, policy, choice, memory.sizes)
     sampling = build_sampling(config, eos_token_ids(source, tokenizer))
-    return Inference(source, tokenizer, policy, build_engine(config, policy, choice), sampling)
+    return Inference(source, tokenizer, policy, engine, sampling)
 
 
 def run_dir_of(config: Config) -> Path:

@@ -10,17 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from qerl.errors import RunError, UserError
+from qerl.memory import is_out_of_memory
 
 ERROR_LOG = "error.log"
 
 LESS_MEMORY = {
-    "setup": "take a smaller model, or --quant nvfp4",
+    "setup": "lower --memory-gib, which the plan may use, or take a smaller model, or --quant nvfp4",
+    "sync": "lower --memory-gib, which the plan may use",
     "rollout": "lower --max-batch-size, or --max-completion-length in a new --run-dir",
     "eval": "lower --max-batch-size, or --max-completion-length in a new --run-dir",
-    "update": "lower --max-tokens-per-microbatch, or set --gradient-checkpointing",
+    "update": "lower --max-tokens-per-microbatch or --memory-gib, or set --gradient-checkpointing",
+    "probe": "lower --max-tokens-per-microbatch or --memory-gib, or set --gradient-checkpointing",
 }
 """What makes a phase need less; all but the model may change when the run is continued."""
 
@@ -32,10 +33,12 @@ def phase(name: str) -> Iterator[None]:
         yield
     except (UserError, RunError):
         raise
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        hint = LESS_MEMORY.get(name, "close what else uses the memory")
-        raise RunError(name, f"out of memory; {hint}, then give the same command again") from error
     except Exception as error:
+        if is_out_of_memory(error):
+            hint = LESS_MEMORY.get(name, "close what else uses the memory")
+            raise RunError(
+                name, f"out of memory; {hint}, then give the same command again"
+            ) from error
         text = "".join(traceback.format_exception_only(error)).strip()
         raise RunError(name, text) from error
 

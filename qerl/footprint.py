@@ -19,62 +19,27 @@ update    activations    tokens x L x (c (2 H + 3 Q + 2 KV + 4 I + 7 r) + 8 H): 
           one layer      the largest matrix dense, and the gradients that flow through one layer
 both      fp32 head      V H x 4, on the CPU in bf16 only: the head's products are in fp32
 
+With the vLLM engine the rollout is counted by `qerl.footprint_vllm` instead; a key/value cache that is not given back during the
+update is always there.
+
 The phases never overlap, so the peak is always + the larger of the two. Packed and adapter bytes are exact; the sum is
 meant to lie above the real peak on the CPU, with `memory.return_freed_memory`; how far was not measured.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from qerl.config import Config
+from qerl.footprint_vllm import engine_parts, padded_matrix_bytes
 from qerl.model.logprobs import CHUNK_BYTES
-from qerl.quant.layout import EMBEDDING, FusedLinear, Layout, is_norm
+from qerl.quant.layout import FusedLinear, Layout, is_norm
+from qerl.sizes import GIB, Dims, Part, Phase, Sizes, dims_of
 
-GIB = 2**30
 RUNTIME_BYTES = {"cpu": int(0.35 * GIB), "cuda": int(0.6 * GIB)}
 """Before any tensor: Python with torch, transformers, PEFT and bitsandbytes; a CUDA context and cuBLAS' workspace."""
 NF4_BLOCK, NF4_DOUBLE_BLOCK = 64, 64 * 256
 BNB_BLOCK, BNB_MIN_8BIT = 256, 4096
-
-Phase = Literal["always", "rollout", "update"]
-
-
-@dataclass(frozen=True)
-class Part:
-    """One thing that takes memory."""
-
-    name: str
-    num_bytes: int
-    phase: Phase
-    """When it is there; rollout and update alternate."""
-
-
-@dataclass(frozen=True)
-class Dims:
-    """Widths of one decoder layer, read off its matrices."""
-
-    num_layers: int
-    hidden: int
-    query: int
-    key: int
-    intermediate: int
-    vocab: int
-
-
-def dims_of(layout: Layout) -> Dims:
-    """The layer's widths; all layers of the supported families are alike."""
-    rows = {
-        member.removeprefix("model.layers.0."): num_rows
-        for fused in layout.linears
-        for member, num_rows in zip(fused.members, fused.member_rows, strict=True)
-    }
-    vocab, hidden = layout.dense[EMBEDDING]
-    num_layers = sum("self_attn.q_proj" in member for f in layout.linears for member in f.members)
-    query, key = rows["self_attn.q_proj"], rows["self_attn.k_proj"]
-    return Dims(num_layers, hidden, query, key, rows["mlp.up_proj"], vocab)
 
 
 def num_parameters(layout: Layout) -> int:
@@ -84,8 +49,10 @@ def num_parameters(layout: Layout) -> int:
     )
 
 
-def packed_bytes(layout: Layout, quant: str) -> int:
-    """Bytes of all packed linears: exactly what `BaseWeights` holds."""
+def packed_bytes(layout: Layout, quant: str, *, padded: bool = False) -> int:
+    """Bytes of all packed linears: exactly what `BaseWeights` holds. `padded`: NVFP4 in the layout of vLLM's kernel."""
+    if padded:
+        return sum(padded_matrix_bytes(fused) for fused in layout.linears)
     return sum(_packed_matrix_bytes(fused, quant) for fused in layout.linears)
 
 
@@ -133,31 +100,55 @@ def num_rows(config: Config) -> int:
     return min(max(train, held_out), config.rollout.max_batch_size)
 
 
-def microbatch_tokens(config: Config, longest_prompt: int) -> int:
+def wanted_sizes(config: Config) -> Sizes:
+    """What the config asks for, whatever there is room for."""
+    return Sizes(num_rows(config), config.train.max_tokens_per_microbatch)
+
+
+def microbatch_tokens(config: Config, longest_prompt: int, max_tokens: int) -> int:
     """Most packed tokens in one forward: the budget, but no less than one sequence and no more than the batch."""
     longest = longest_prompt + config.rollout.max_completion_length
     batch = longest * config.rollout.prompts_per_step * config.rollout.num_generations
-    return min(max(config.train.max_tokens_per_microbatch, longest), batch)
+    return min(max(max_tokens, longest), batch)
 
 
 def footprint(
-    config: Config, layout: Layout, device_type: str, dtype: torch.dtype, longest_prompt: int
+    config: Config,
+    layout: Layout,
+    device_type: str,
+    dtype: torch.dtype,
+    longest_prompt: int,
+    *,
+    engine: str = "transformers",
+    sizes: Sizes | None = None,
+    trains: bool = True,
 ) -> tuple[Part, ...]:
-    """Everything that takes memory in a run, with prompts of at most `longest_prompt` tokens."""
+    """Everything that takes memory in a run, with prompts of at most `longest_prompt` tokens.
+
+    `sizes` are the config's unless given; without `trains` there is no gradient, optimizer or update.
+    """
+    sizes = wanted_sizes(config) if sizes is None else sizes
     shapes = adapter_shapes(layout, config)
     num_adapter = sum(math.prod(shape) for shape in shapes)
+    padded = engine == "vllm" and device_type == "cuda" and config.quant == "nvfp4"
     always = {
-        f"base, packed ({config.quant})": packed_bytes(layout, config.quant),
+        f"base, packed ({config.quant})": packed_bytes(layout, config.quant, padded=padded),
         "embeddings, head, norms": dense_bytes(layout, dtype),
-        "adapter and gradients": 8 * num_adapter,
-        f"optimizer ({config.train.optim})": optimizer_bytes(shapes, config.train.optim),
         "runtime": RUNTIME_BYTES[device_type],
     }
-    return (
-        *(Part(name, num_bytes, "always") for name, num_bytes in always.items()),
-        *_rollout_parts(config, layout, device_type, dtype, longest_prompt),
-        *_update_parts(config, layout, device_type, dtype, longest_prompt),
-    )
+    if trains:
+        always["adapter and gradients"] = 8 * num_adapter
+        always[f"optimizer ({config.train.optim})"] = optimizer_bytes(shapes, config.train.optim)
+    else:
+        always["adapter"] = 4 * num_adapter
+    parts = [Part(name, num_bytes, "always") for name, num_bytes in always.items()]
+    if engine == "vllm":
+        parts += engine_parts(config, layout, device_type, dtype, longest_prompt, sizes)
+    else:
+        parts += _rollout_parts(config, layout, device_type, dtype, longest_prompt, sizes)
+    if trains:
+        parts += _update_parts(config, layout, device_type, dtype, longest_prompt, sizes)
+    return tuple(parts)
 
 
 def peak_bytes(parts: tuple[Part, ...]) -> int:
@@ -173,9 +164,14 @@ def phase_bytes(parts: tuple[Part, ...], phase: Phase) -> int:
 
 
 def _rollout_parts(
-    config: Config, layout: Layout, device_type: str, dtype: torch.dtype, longest_prompt: int
+    config: Config,
+    layout: Layout,
+    device_type: str,
+    dtype: torch.dtype,
+    longest_prompt: int,
+    sizes: Sizes,
 ) -> list[Part]:
-    dims, rows = dims_of(layout), num_rows(config)
+    dims, rows = dims_of(layout), sizes.max_num_seqs
     tokens = rows * (longest_prompt + config.rollout.max_completion_length)
     parts = [
         Part("KV cache", tokens * dims.num_layers * 2 * dims.key * dtype.itemsize, "rollout"),
@@ -192,10 +188,15 @@ def _rollout_parts(
 
 
 def _update_parts(
-    config: Config, layout: Layout, device_type: str, dtype: torch.dtype, longest_prompt: int
+    config: Config,
+    layout: Layout,
+    device_type: str,
+    dtype: torch.dtype,
+    longest_prompt: int,
+    sizes: Sizes,
 ) -> list[Part]:
     dims, c = dims_of(layout), dtype.itemsize
-    tokens = microbatch_tokens(config, longest_prompt)
+    tokens = microbatch_tokens(config, longest_prompt, sizes.max_tokens_per_microbatch)
     widths = 2 * dims.hidden + 3 * dims.query + 2 * dims.key + 4 * dims.intermediate
     of_layer = c * (widths + 7 * config.lora.lora_r) + 8 * dims.hidden
     if recomputes(config, device_type):

@@ -40,6 +40,7 @@ def train(run: Run) -> None:
             return run.save(step)
         batch, results, rewards_PG = collected.batch, collected.results, collected.rewards_PG
         with timer("update"):
+            run.engine.release()
             trained_PG = collected.trained_rewards_PG
             advantages_PG = group_advantages(
                 trained_PG, config.algo.scale_rewards, config.algo.advantage

@@ -1,7 +1,6 @@
 """How much memory and disk there is and how much this process takes, in GiB.
 
-On CUDA: what torch's allocator holds for this process (reserved, which is what others cannot have), and what the driver
-says is free on the device. On the CPU, from Linux's /proc: anonymous memory (RssAnon: tensors and heap, without files
+On CUDA all that this process takes of the card (qerl.cuda_memory) and what others leave of it. On the CPU, from Linux's /proc: anonymous memory (RssAnon: tensors and heap, without files
 that are only mapped and can be dropped) now, and the highest resident size so far (VmHWM, mapped files included).
 A container's limit counts like a smaller machine.
 """
@@ -11,6 +10,8 @@ import shutil
 from pathlib import Path
 
 import torch
+
+from qerl.cuda_memory import cuda_memory
 
 GIB = 2**30
 _KIB_PER_GIB = 2**20
@@ -49,21 +50,21 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
 def current_gib(device: torch.device) -> float:
     """What this process takes now."""
     if device.type == "cuda":
-        return torch.cuda.memory_reserved(device) / GIB
+        return cuda_memory(device).used() / GIB
     return _proc_kib("/proc/self/status", "RssAnon") / _KIB_PER_GIB
 
 
 def peak_gib(device: torch.device) -> float:
     """The most this process has taken so far."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / GIB
+        return cuda_memory(device).peak() / GIB
     return _proc_kib("/proc/self/status", "VmHWM") / _KIB_PER_GIB
 
 
 def free_gib(device: torch.device) -> float:
-    """What can still be taken on the device, by anyone."""
+    """What can still be taken on the device; on CUDA with what this process already has."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] / GIB
+        return cuda_memory(device).available() / GIB
     free = _proc_kib("/proc/meminfo", "MemAvailable") / _KIB_PER_GIB
     container = _container_bytes()
     return free if container is None else min(free, (container[0] - container[1]) / GIB)
@@ -76,6 +77,20 @@ def total_gib(device: torch.device) -> float:
     total = _proc_kib("/proc/meminfo", "MemTotal") / _KIB_PER_GIB
     container = _container_bytes()
     return total if container is None else min(total, container[0] / GIB)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or what caused it, is that memory ran out: torch's, Python's, or the CUDA driver's own words."""
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        if isinstance(found, torch.OutOfMemoryError | MemoryError):
+            return True
+        if "cuda error: out of memory" in str(found).lower():  # vLLM's pool maps pages by itself
+            return True
+        found = found.__cause__ or found.__context__
+    return False
 
 
 def free_disk_gib(path: Path) -> float:

@@ -2,8 +2,10 @@
 
     python -m qerl.plan --model qwen2.5-32b --task gsm8k        the same as qerl.train ... --dry-run
 
-Of a model that is not on this machine only config.json is fetched. Its prompts cannot be counted in tokens without a
-tokenizer, so they are taken to be as long as max_prompt_length allows.
+    python -m qerl.plan --model qwen2.5-32b --device cuda --memory-gib 74.5    for a card that is not here
+
+Of a model that is not on this machine only config.json is fetched; the presets' shapes are known without it. Its prompts
+cannot be counted in tokens without a tokenizer, so they are taken to be as long as max_prompt_length allows.
 """
 
 import sys
@@ -16,6 +18,7 @@ from qerl.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from qerl.model.source import Download
     from qerl.planning import Plan
     from qerl.run import Preparation
 
@@ -37,35 +40,49 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def plan_for(config: Config) -> "Plan":
-    """The plan of a config: exact where the model is on this machine, from its config.json alone where it is not."""
-    from qerl.build import resolve_device, resolve_dtype, run_dir_of
-    from qerl.engine.choice import choose_engine
-    from qerl.model.source import describe_remote
-    from qerl.planning import make_plan, measure_speed
-    from qerl.run import num_steps_of, prepare
-    from qerl.tasks import load_task
+    """The plan of a config: exact where the model is on this machine, from its config.json alone where it is not.
 
-    device = resolve_device(config)
+    With device=cuda on a machine without a GPU it is a plan for another machine, whose memory memory_gib gives.
+    """
+    import torch
+
+    from qerl.build import context_limit, resolve_device, resolve_dtype, run_dir_of
+    from qerl.engine.choice import choose_engine, engine_elsewhere
+    from qerl.memory_plan import Place, budget_of, make_memory_plan
+    from qerl.model.source import describe_remote
+    from qerl.planning import make_plan
+    from qerl.quant.layout import build_layout
+    from qerl.run import prepare
+    from qerl.step_time import measure_speed
+
+    elsewhere = config.device == "cuda" and not torch.cuda.is_available()
+    device = torch.device("cuda") if elsewhere else resolve_device(config)
     download = describe_remote(config.model, config.revision)
-    if download.num_bytes == 0:
+    if download.num_bytes == 0 and not elsewhere:
         return plan_of(prepare(config))
-    if download.num_bytes is None:
-        raise UserError(
-            f"{config.model} is not on this machine and its config cannot be read "
-            f"({download.text}), so its sizes are not known; there is no plan without them"
-        )
+    model_config = _config_of(config, download)
     dtype = resolve_dtype(config, device)
+    layout = build_layout(model_config)
+    if elsewhere:
+        engine = engine_elsewhere(config.engine)
+    else:
+        engine = choose_engine(config.engine, device, config.quant)
+    memory = make_memory_plan(
+        config,
+        layout,
+        Place(device.type, dtype, engine.name, config.rollout.max_prompt_length),
+        budget_of(config, device),
+        context_limit=context_limit(model_config)[0],
+    )
     return make_plan(
         config,
-        _remote_config(config),
+        layout,
+        memory,
         origin=config.model,
         download=download.text,
         download_bytes=download.num_bytes,
-        num_steps=num_steps_of(config, len(load_task(config.task).train)),
-        longest_prompt=config.rollout.max_prompt_length,
-        device=device,
-        dtype=dtype,
-        engine=choose_engine(config.engine, device, config.quant),
+        num_steps=_num_steps(config),
+        engine=engine,
         run_dir=run_dir_of(config),
         speed=measure_speed(device, dtype),
     )
@@ -73,31 +90,40 @@ def plan_for(config: Config) -> "Plan":
 
 def plan_of(prepared: "Preparation") -> "Plan":
     """The plan of a run whose model files and data are on this machine."""
-    from transformers import AutoConfig
+    from qerl.planning import make_plan
+    from qerl.step_time import measure_speed
 
-    from qerl.planning import make_plan, measure_speed
-
-    test = prepared.data.test
-    prompts = [*prepared.data.train.prompt_ids, *(test.prompt_ids if test else ())]
     return make_plan(
         prepared.config,
-        AutoConfig.from_pretrained(prepared.source.folder),
+        prepared.layout,
+        prepared.memory,
         origin=prepared.source.origin,
         download="nothing",
         download_bytes=0,
         num_steps=prepared.num_steps,
-        longest_prompt=max(len(ids) for ids in prompts),
-        device=prepared.device,
-        dtype=prepared.dtype,
         engine=prepared.engine,
         run_dir=prepared.run_dir,
         speed=measure_speed(prepared.device, prepared.dtype),
     )
 
 
-def _remote_config(config: Config) -> "PreTrainedConfig":
+def _config_of(config: Config, download: "Download") -> "PreTrainedConfig":
+    """The model's config: from its files, the hub, or the table of known models, whichever there is."""
     from transformers import AutoConfig
 
+    from qerl.known_models import known_config
+    from qerl.model.source import resolve_model
+
+    if download.num_bytes == 0:
+        return AutoConfig.from_pretrained(resolve_model(config.model, config.revision).folder)
+    if download.num_bytes is None:
+        known = known_config(config.model)
+        if known is None:
+            raise UserError(
+                f"{config.model} is not on this machine and its config cannot be read "
+                f"({download.text}), so its sizes are not known; there is no plan without them"
+            )
+        return known
     try:
         return AutoConfig.from_pretrained(config.model, revision=config.revision)
     except (OSError, ValueError) as error:
@@ -105,6 +131,19 @@ def _remote_config(config: Config) -> "PreTrainedConfig":
             f"the config of {config.model} cannot be read ({str(error).splitlines()[0]}), "
             "so its sizes are not known; there is no plan without them"
         ) from error
+
+
+def _num_steps(config: Config) -> int | None:
+    """Steps of the run; None when they depend on a task whose data cannot be read here."""
+    from qerl.run import num_steps_of
+    from qerl.tasks import load_task
+
+    if config.train.max_steps is not None:
+        return config.train.max_steps
+    try:
+        return num_steps_of(config, len(load_task(config.task).train))
+    except UserError:
+        return None
 
 
 if __name__ == "__main__":

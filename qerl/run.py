@@ -24,6 +24,7 @@ from qerl.build import (
     build_policy,
     build_sampling,
     check_model,
+    context_limit,
     eos_token_ids,
     load_tokenizer,
     resolve_device,
@@ -38,12 +39,16 @@ from qerl.engine.choice import EngineChoice, choose_engine
 from qerl.evaluation import Evaluation
 from qerl.failures import failure_log, phase
 from qerl.memory import memory_metrics
+from qerl.memory_plan import MemoryPlan, Place, budget_of, make_memory_plan
 from qerl.metrics import MetricsWriter, progress_line, say
 from qerl.model.policy import Policy
 from qerl.model.source import ModelSource, resolve_model
 from qerl.optim import load_optimizer_tensors, make_optimizer, optimizer_tensors
+from qerl.plan_record import PlanRecord
+from qerl.quant.layout import Layout
 from qerl.reward_trial import try_rewards
 from qerl.run_folder import RunState, open_run
+from qerl.start_checks import cap_memory, check_start
 from qerl.tasks.pool import RewardPool
 from qerl.types import Sampling
 
@@ -64,6 +69,8 @@ class Run:
     optimizer: Optimizer
     pool: RewardPool
     writer: MetricsWriter
+    memory: MemoryPlan
+    record: PlanRecord
     num_steps: int
     first_step: int
     cursor: Cursor | None = None
@@ -96,10 +103,12 @@ class Run:
 
     def log_step(self, step: int, metrics: dict[str, float], num_failures: int) -> None:
         """Write a step's metrics and, where due, the progress line."""
+        memory = memory_metrics(self.policy.device)
         metrics = {
             **metrics,
             "rewards/failures": num_failures,
-            **memory_metrics(self.policy.device),
+            **memory,
+            **self.record.measured(memory["memory/peak_gib"]),
         }
         self.writer.log(step, {f"train/{key}": value for key, value in metrics.items()})
         if self.is_due(step, self.config.log.logging_steps) or step == self.num_steps:
@@ -160,33 +169,46 @@ class Preparation:
     source: ModelSource
     device: torch.device
     dtype: torch.dtype
+    engine: EngineChoice
+    layout: Layout
+    memory: MemoryPlan
     tokenizer: PreTrainedTokenizerBase
     data: Data
     sampling: Sampling
     num_steps: int
     run_dir: Path
 
-    engine: EngineChoice
-
 
 def prepare(config: Config) -> Preparation:
     """Resolve device, model files, tokenizer and data. Raises UserError for whatever is wrong with them."""
     device = resolve_device(config)
     source = resolve_model(config.model, config.revision)
-    check_model(config, source)
+    model_config, layout = check_model(config, source)
     tokenizer = load_tokenizer(source, config.trust_remote_code)
     data = build_data(config, tokenizer)
+    dtype = resolve_dtype(config, device)
+    engine = choose_engine(config.engine, device, config.quant)
+    prompts = [*data.train.prompt_ids, *(data.test.prompt_ids if data.test else ())]
+    memory = make_memory_plan(
+        config,
+        layout,
+        Place(device.type, dtype, engine.name, max(len(ids) for ids in prompts)),
+        budget_of(config, device),
+        context_limit=context_limit(model_config)[0],
+    )
     return Preparation(
         config=config,
         source=source,
         device=device,
-        dtype=resolve_dtype(config, device),
+        dtype=dtype,
+        engine=engine,
+        layout=layout,
+        memory=memory,
         tokenizer=tokenizer,
         data=data,
         sampling=build_sampling(config, eos_token_ids(source, tokenizer)),
         num_steps=num_steps_of(config, len(data.train.problems)),
         run_dir=run_dir_of(config),
-        engine=choose_engine(config.engine, device, config.quant),
     )
 
 
@@ -233,8 +255,9 @@ def _build_run(prepared: Preparation, state: RunState, closing: ExitStack) -> Ru
             log_path=prepared.run_dir / "rewards.log",
         )
     )
+    cap_memory(prepared.memory, prepared.device)
     policy = build_policy(config, prepared.source, prepared.device, prepared.dtype, prepared.engine)
-    engine = build_engine(config, policy, prepared.engine)
+    engine = build_engine(config, policy, prepared.engine, prepared.memory.sizes)
     closing.callback(engine.close)
     run = Run(
         config=config,
@@ -247,12 +270,15 @@ def _build_run(prepared: Preparation, state: RunState, closing: ExitStack) -> Ru
         optimizer=make_optimizer(policy.trainable_parameters(), config.train),
         pool=pool,
         writer=writer,
+        memory=prepared.memory,
+        record=PlanRecord(prepared.run_dir, prepared.engine, prepared.memory),
         num_steps=prepared.num_steps,
         first_step=checkpoint.step if checkpoint else 0,
     )
     if checkpoint:
         run.restore(checkpoint)
         say(f"continuing {run.run_dir} after step {run.first_step} of {run.num_steps}")
+    check_start(run, prepared.memory)
     return run
 
 

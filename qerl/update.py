@@ -219,7 +219,7 @@ def microbatches(run: Run, items: Sequence[Item]) -> Iterator[Microbatch]:
     """The items cut to the token budget of a forward pass."""
     return pack(
         items,
-        max_tokens=run.config.train.max_tokens_per_microbatch,
+        max_tokens=run.memory.sizes.max_tokens_per_microbatch,
         share_prompts=run.config.train.share_prompts,
         hidden_size=run.policy.base.config.hidden_size,
         device=run.policy.device,

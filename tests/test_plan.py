@@ -13,10 +13,8 @@ from qerl.engine.choice import EngineChoice
 from qerl.engine.transformers_engine import TransformersEngine
 from qerl.errors import UserError
 from qerl.footprint import (
-    Part,
     adapter_shapes,
     dense_bytes,
-    dims_of,
     footprint,
     microbatch_tokens,
     num_parameters,
@@ -25,11 +23,14 @@ from qerl.footprint import (
     peak_bytes,
 )
 from qerl.memory import GIB
+from qerl.memory_plan import Budget, Place, budget_of, make_memory_plan
 from qerl.optim import make_optimizer, optimizer_tensors
 from qerl.plan import main
-from qerl.planning import Speed, check_plan, format_plan, make_plan, measure_speed
+from qerl.planning import check_plan, format_plan, make_plan
 from qerl.quant.base_weights import BaseWeights
 from qerl.quant.layout import build_layout
+from qerl.sizes import Part, dims_of
+from qerl.step_time import Speed, measure_speed
 from qerl.types import GenerationRequest, Sampling
 from tests.helpers import load_policy, make_rollout, pack_items
 
@@ -49,19 +50,23 @@ def tiny_layout(folder):
     return build_layout(AutoConfig.from_pretrained(folder))
 
 
-def plan_of(tmp_path, memory_gib=None, device=CPU, model=QWEN_32B, **settings):
+def plan_of(
+    tmp_path, memory_gib=None, device=CPU, model=QWEN_32B, engine="transformers", **settings
+):
     config = Config(model="qwen2.5-32b", memory_gib=memory_gib, device=device.type, **settings)
+    layout = build_layout(AutoConfig.for_model("qwen2", **model))
+    place = Place(device.type, torch.bfloat16, engine, longest_prompt=512)
+    budget = budget_of(config, device)
+    memory = make_memory_plan(config, layout, place, budget, context_limit=32768)
     return make_plan(
         config,
-        AutoConfig.for_model("qwen2", **model),
+        layout,
+        memory,
         origin="Qwen/Qwen2.5-32B-Instruct",
         download="17 files, 65.53 GB",
         download_bytes=65_530_000_000,
         num_steps=100,
-        longest_prompt=512,
-        device=device,
-        dtype=torch.bfloat16,
-        engine=EngineChoice("transformers", "as asked"),
+        engine=EngineChoice(engine, "as asked"),
         run_dir=tmp_path / "run",
         speed=Speed(1e14, 1e12),
     )
@@ -133,7 +138,8 @@ def test_activations_are_what_autograd_keeps(tiny_folder, dtype):
         rollout={"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 32},
         train={"gradient_checkpointing": False},
     )
-    assert microbatch_tokens(config, longest_prompt=32) == len(batch.token_ids)
+    tokens = config.train.max_tokens_per_microbatch
+    assert microbatch_tokens(config, 32, tokens) == len(batch.token_ids)
     parts = footprint(config, tiny_layout(tiny_folder), "cpu", dtype, 32)
     assert named(parts, "activations") == pytest.approx(held, rel=0.2)
 
@@ -172,9 +178,9 @@ def test_phases_alternate_so_only_the_larger_counts():
 
 def test_the_plan_prints_every_part(tmp_path):
     plan = plan_of(tmp_path, memory_gib=1.0)
-    assert plan.budget_gib == 1.0
+    assert plan.memory.budget.gib == 1.0
     text = format_plan(plan)
-    for part in plan.parts:
+    for part in plan.memory.parts:
         assert part.name in text
     assert "32.76 B parameters" in text and "65.53 GB" in text
     assert "8 prompts x 8 completions = 64 of up to 512 tokens (65,536 with prompts)" in text
@@ -183,7 +189,7 @@ def test_the_plan_prints_every_part(tmp_path):
 def test_the_message_names_what_to_lower_and_the_least_that_would_do(tmp_path):
     settings = {"train": {"max_tokens_per_microbatch": 65536}}
     full = plan_of(tmp_path, **settings)
-    need, least = peak_bytes(full.parts) / GIB, full.least_bytes / GIB
+    need, least = full.memory.peak_bytes / GIB, full.memory.least_bytes / GIB
     assert least < need
     # The budget is at most what is free here, so the same plan is judged against made-up budgets.
     between = replace_budget(full, (need + least) / 2)
@@ -196,16 +202,16 @@ def test_the_message_names_what_to_lower_and_the_least_that_would_do(tmp_path):
     check_plan(replace_budget(full, need + 0.01))
     with pytest.raises(UserError, match=r"smaller model$"):
         check_plan(replace_budget(full, least - 0.1))
-    check_plan(replace_budget(full, need))
+    check_plan(replace_budget(full, need + 1e-6))
 
 
 def replace_budget(plan, budget_gib):
-    return replace(plan, budget_gib=budget_gib)
+    return replace(plan, memory=replace(plan.memory, budget=Budget(budget_gib, "a test's")))
 
 
 def test_following_the_advice_gives_a_plan_that_fits(tmp_path):
     full = plan_of(tmp_path, train={"max_tokens_per_microbatch": 65536})
-    budget = full.least_bytes / GIB * 1.001
+    budget = full.memory.least_bytes / GIB * 1.001
     lowered = plan_of(
         tmp_path,
         rollout={"max_batch_size": 1},
@@ -218,9 +224,7 @@ def test_microbatches_hold_one_sequence_at_least_and_the_batch_at_most():
     rollout = {"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 100}
 
     def tokens(budget):
-        return microbatch_tokens(
-            Config(model="m", rollout=rollout, train={"max_tokens_per_microbatch": budget}), 50
-        )
+        return microbatch_tokens(Config(model="m", rollout=rollout), 50, budget)
 
     assert [tokens(1), tokens(400), tokens(10**6)] == [150, 400, 1200]
 

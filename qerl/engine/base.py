@@ -23,6 +23,10 @@ class Engine(Protocol):
         """One list a request, one rollout a seed, in order."""
         ...
 
+    def release(self) -> None:
+        """Give back, until the next `sync`, what only sampling needs, where that was planned."""
+        ...
+
     def close(self) -> None:
         """Give memory back."""
         ...

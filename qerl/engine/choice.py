@@ -54,6 +54,13 @@ def choose_engine(asked: str, device: torch.device, quant: str) -> EngineChoice:
     return EngineChoice("vllm", _where(version, device))
 
 
+def engine_elsewhere(asked: str) -> EngineChoice:
+    """The engine of a plan for a GPU that is not here; `auto` supposes that vLLM is there."""
+    if asked == "transformers":
+        return EngineChoice("transformers", "as asked")
+    return EngineChoice("vllm", "a plan for a CUDA card that is not here")
+
+
 def _require(device: torch.device, quant: str) -> str:
     """vLLM's version. Raises UserError when it, or the kernel that multiplies NVFP4 on a GPU, is missing."""
     version = require_vllm(device)

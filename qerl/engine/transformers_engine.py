@@ -92,6 +92,9 @@ class TransformersEngine:
         self.version = version
         self.noise = noise
 
+    def release(self) -> None:
+        """Nothing is held between calls."""
+
     def close(self) -> None:
         """Nothing of its own to give back."""
 

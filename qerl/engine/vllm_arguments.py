@@ -49,6 +49,8 @@ class VllmOptions:
     """No compilation and no CUDA graphs. Default: on a CPU, where compiling costs more than it saves"""
     batch_invariant: bool = False
     """Packed products without sums whose order changes from run to run"""
+    releases_cache: bool = False
+    """Whether the key/value cache can be given back between rollouts; nothing on a CPU"""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ def llm_arguments(policy: Policy, options: VllmOptions, settings: GraphSettings)
     }
     if options.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = options.max_num_batched_tokens
+    if options.releases_cache and not on_cpu:
+        arguments["enable_sleep_mode"] = True
     if not on_cpu:
         arguments["compilation_config"] = {
             "cudagraph_capture_sizes": capture_sizes(options.max_num_seqs)
@@ -158,7 +162,9 @@ def kv_cache_bytes(base: BaseWeights, options: VllmOptions, dtype: torch.dtype) 
 
     Raises UserError when what is given does not hold one sequence.
     """
-    least = _sequence_bytes(base, options.max_model_len, dtype)
+    key_width = base.packed("model.layers.0.self_attn.k_proj").shape[0]
+    num_layers = base.config.num_hidden_layers
+    least = sequence_bytes(num_layers, key_width, options.max_model_len, dtype)
     if options.kv_cache_bytes is None:
         return options.max_num_seqs * least
     if options.kv_cache_bytes < least:
@@ -169,11 +175,10 @@ def kv_cache_bytes(base: BaseWeights, options: VllmOptions, dtype: torch.dtype) 
     return options.kv_cache_bytes
 
 
-def _sequence_bytes(base: BaseWeights, max_model_len: int, dtype: torch.dtype) -> int:
-    """Cache of one full sequence, in whole blocks, and one block that no other sequence shares."""
-    num_blocks = -(-max_model_len // _BLOCK) + 1
-    width = base.packed("model.layers.0.self_attn.k_proj").shape[0]
-    return num_blocks * _BLOCK * base.config.num_hidden_layers * 2 * width * dtype.itemsize
+def sequence_bytes(num_layers: int, key_width: int, num_tokens: int, dtype: torch.dtype) -> int:
+    """Cache of one sequence, in whole blocks, and one block that no other sequence shares."""
+    num_blocks = -(-num_tokens // _BLOCK) + 1
+    return num_blocks * _BLOCK * num_layers * 2 * key_width * dtype.itemsize
 
 
 def config_folder(base: BaseWeights) -> Path:

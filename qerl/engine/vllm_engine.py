@@ -13,13 +13,16 @@ vLLM is imported when an engine is started, after `require_vllm` has set its env
 """
 # pyright: reportMissingImports=false
 
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from qerl.algo.noise import noisy_weight
+from qerl.cuda_memory import cuda_memory
 from qerl.engine import vllm_ops
 from qerl.engine.vllm_adapter import adapter_parts, update
 from qerl.engine.vllm_arguments import (
@@ -32,6 +35,7 @@ from qerl.engine.vllm_setup import process_left_alone, require_vllm, shut_down
 from qerl.errors import RunError, UserError
 from qerl.kernels.gemm import check_layout
 from qerl.kernels.humming_layout import HummingWeight
+from qerl.memory import is_out_of_memory
 from qerl.model.policy import Policy
 from qerl.types import GenerationRequest, NoiseDraw, Rollout, Sampling
 
@@ -68,6 +72,25 @@ class Holdings:
         ]
 
 
+@dataclass(frozen=True)
+class StartTimes:
+    """Seconds of the engine's start, by phase."""
+
+    import_s: float
+    model_s: float
+    """vLLM's configuration, its model, and the adoption"""
+    compile_s: float
+    rest_s: float
+    """Profiling, the key/value cache, warming up, capturing CUDA graphs"""
+
+    def line(self) -> str:
+        """For the terminal."""
+        return (
+            f"vLLM started: import {self.import_s:.1f} s, model {self.model_s:.1f} s, compile {self.compile_s:.1f} s, "
+            f"cache, warm-up and CUDA graphs {self.rest_s:.1f} s"
+        )
+
+
 class VllmEngine:
     """Engine over a Policy's base and adapter. State: the vLLM instance, the version and noise of the last `sync`."""
 
@@ -83,6 +106,7 @@ class VllmEngine:
             raise RunError("setup", "another vLLM engine is open in this process; close it first")
         self.policy, self.options = policy, options
         self.version, self.noise = 0, None
+        self.released = False
         self.llm: Any = None
         try:
             self._start()
@@ -91,6 +115,8 @@ class VllmEngine:
             raise
         except Exception as error:
             self.close()
+            if is_out_of_memory(error):
+                raise  # the run says what to lower
             raise RunError(
                 "setup", f"vLLM {self.vllm_version} does not start: {_cause(error)}"
             ) from error
@@ -108,14 +134,23 @@ class VllmEngine:
             policy.dtype,
             batch_invariant=options.batch_invariant,
         )
+        began = time.perf_counter()
         with process_left_alone(policy.device):
             from vllm import LLM
 
             from qerl.engine.vllm_weights import Adoption, adopting
 
+            imported = time.perf_counter()
             self.adoption = Adoption(policy.base, parts, tuple(policy.noise_modules))
             with adopting(self.adoption):
                 self.llm = LLM(**arguments)
+        compile_s = self.llm.llm_engine.vllm_config.compilation_config.compilation_time
+        self.start_times = StartTimes(
+            import_s=imported - began,
+            model_s=self.adoption.filled_at - imported,
+            compile_s=compile_s,
+            rest_s=time.perf_counter() - self.adoption.filled_at - compile_s,
+        )
         (model,) = self.llm.apply_model(lambda model: model)
         self.adoption.verify(model)
         self.holdings = _holdings(self.adoption, model)
@@ -127,6 +162,8 @@ class VllmEngine:
 
         Must not run inside `Policy.noise`, whose weights would be taken for the clean ones.
         """
+        if self.released:
+            self._resume()
         update(self.adoption.adapters.values())
         for name, weight in self.adoption.norms.items():
             clean = self.policy.base.tensors[f"{name}.weight"]
@@ -159,6 +196,8 @@ class VllmEngine:
             with process_left_alone(self.policy.device):
                 outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             raise RunError(
                 "rollout", f"vLLM {self.vllm_version} failed: {_cause(error)}"
             ) from error
@@ -168,12 +207,41 @@ class VllmEngine:
             for request in requests
         ]
 
+    def release(self) -> None:
+        """Unmap the key/value cache until the next `sync`, if the engine was started for that."""
+        if self.released or not self._can_release():
+            return
+        from qerl.engine.vllm_memory import cache_bytes, release_cache
+
+        cuda_memory(self.policy.device).set_unmapped(cache_bytes())
+        self.released = True
+        release_cache(self.llm)
+
+    def _can_release(self) -> bool:
+        return self.options.releases_cache and self.policy.device.type == "cuda"
+
+    def _resume(self) -> None:
+        from qerl.engine.vllm_memory import resume_cache
+
+        cuda_memory(self.policy.device).set_unmapped(0)
+        resume_cache(self.llm)
+        self.released = False
+
     def close(self) -> None:
         """Give memory back; another engine can then be started. May be called again."""
+        if self.released:
+            # Pages that are not mapped cannot be freed. After an error there may be no room for them: then the process ends.
+            with suppress(RuntimeError):
+                self._resume()
         llm, self.llm = self.llm, None
         if llm is not None:
-            shut_down(llm)
             del self.adoption
+            shut_down(llm)
+            if self._can_release():
+                from qerl.engine.vllm_memory import drop_pools
+
+                del llm
+                drop_pools()
         vllm_ops.withdraw()
 
     def _check_lengths(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:

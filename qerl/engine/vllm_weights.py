@@ -13,6 +13,7 @@ vLLM instantiates config and loader itself, so they find the adoption in hand th
 # pyright: reportMissingImports=false
 # vLLM is not part of the environment that types are checked in.
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -58,6 +59,8 @@ class Adoption:
     """Every parameter that is a copy of the base's, by name"""
     unknown: list[str] = field(default_factory=list)
     """Linears of vLLM's model that the base does not have"""
+    filled_at: float = 0.0
+    """When the model had its weights (time.perf_counter)"""
 
     def fill(self, model: nn.Module) -> None:
         """Give norms and biases of a freshly built model their values. Raises UserError for what stays unmatched."""
@@ -308,6 +311,7 @@ class QerlLoader(BaseModelLoader):
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         _adoption().fill(model)
+        _adoption().filled_at = time.perf_counter()
 
 
 def _some(names: list[str]) -> str:

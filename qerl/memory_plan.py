@@ -1,0 +1,270 @@
+"""How a run fits into the memory there is: from the budget to concurrency, key/value cache and tokens a microbatch.
+
+The transformers engine takes what the config says, and a plan that does not fit is refused. The vLLM engine needs sizes
+before it starts, so here they are chosen:
+
+1. What is always there is paid first, then what sampling and the update need besides the cache.
+2. If the cache that all completions need at full length fits beside the update as asked for, it stays for good.
+3. Else it is given back during the update, and each phase has the whole rest for itself: sampling as many sequences as
+   fit at full length, so that none is ever preempted; the update as many tokens a microbatch, at most what was asked for.
+
+A bigger microbatch than asked for is never chosen, so on a card with room the numbers of a run are the config's.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from qerl.config import Config
+from qerl.errors import UserError
+from qerl.footprint import footprint, peak_bytes, phase_bytes, wanted_sizes
+from qerl.footprint_vllm import cache_bytes
+from qerl.memory import free_gib
+from qerl.quant.layout import Layout
+from qerl.sizes import GIB, Part, Sizes
+
+RESERVE_SHARE, RESERVE_MIN_GIB = 0.05, 0.5
+"""Kept free when memory_gib is not given: a share of what is free, and at least so much."""
+BATCHED_TOKENS = (8192, 4096, 2048)
+"""Most tokens in one forward pass of vLLM; the first that leaves room is taken."""
+SLACK_SHARE = 0.03
+"""Share of the budget that vLLM's sizes leave alone: gaps between the blocks of torch's allocator."""
+STEP_TOKENS = 256
+"""Microbatches are cut down in steps of so many tokens."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run happens."""
+
+    device_type: str
+    dtype: torch.dtype
+    engine: str
+    longest_prompt: int
+    """In tokens; max_prompt_length where the prompts are not known yet"""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the process may take."""
+
+    gib: float
+    reason: str
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.gib * GIB)
+
+    @property
+    def without_slack(self) -> "Budget":
+        """What is planned with where sizes are chosen to fill it."""
+        return replace(self, gib=self.gib * (1 - SLACK_SHARE))
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The sizes of a run and what they take."""
+
+    place: Place
+    budget: Budget
+    sizes: Sizes
+    parts: tuple[Part, ...]
+    least_bytes: int
+    """Peak with the smallest batches, the shortest microbatches and recomputation"""
+    longest_context: int
+    """Longest prompt and completion together that could be sampled and trained on, a sequence at a time; 0: none"""
+
+    @property
+    def peak_bytes(self) -> int:
+        return peak_bytes(self.parts)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.budget.num_bytes
+
+
+def budget_of(config: Config, device: torch.device) -> Budget:
+    """memory_gib, or what other processes leave less a reserve.
+
+    Raises UserError for a CUDA device that is not here (a plan for another machine) unless memory_gib says what it has.
+    """
+    if device.type == "cuda" and not torch.cuda.is_available():
+        if config.memory_gib is None:
+            raise UserError(
+                "there is no GPU here: for a plan for another machine's, say with --memory-gib what it has"
+            )
+        return Budget(config.memory_gib, "memory_gib")
+    free = free_gib(device)
+    if config.memory_gib is not None:
+        if config.memory_gib <= free:
+            return Budget(config.memory_gib, "memory_gib")
+        return Budget(free, f"free (memory_gib is {config.memory_gib:g})")
+    return Budget(free - max(RESERVE_MIN_GIB, RESERVE_SHARE * free), "free, less a reserve")
+
+
+def make_memory_plan(
+    config: Config,
+    layout: Layout,
+    place: Place,
+    budget: Budget,
+    *,
+    context_limit: int,
+    trains: bool = True,
+) -> MemoryPlan:
+    """Choose the sizes. A plan that does not fit has the smallest ones, and says so by `fits`.
+
+    `context_limit` is the model's own; without `trains` there is no update.
+    """
+
+    def parts_of(sizes: Sizes, config: Config = config) -> tuple[Part, ...]:
+        return footprint(
+            config,
+            layout,
+            place.device_type,
+            place.dtype,
+            place.longest_prompt,
+            engine=place.engine,
+            sizes=sizes,
+            trains=trains,
+        )
+
+    smallest = _with_least_memory(config)
+    least = parts_of(_least_sizes(smallest, layout, place), smallest)
+    if place.engine == "vllm":
+        sizes = _choose(config, layout, place, budget.without_slack)
+    else:
+        sizes = wanted_sizes(config)
+
+    def fits_context(length: int) -> bool:
+        longer = _with_context(smallest, place, length)
+        needed = parts_of(_least_sizes(longer, layout, place), longer)
+        return peak_bytes(needed) <= budget.num_bytes
+
+    return MemoryPlan(
+        place=place,
+        budget=budget,
+        sizes=sizes,
+        parts=parts_of(sizes),
+        least_bytes=peak_bytes(least),
+        longest_context=largest_that(fits_context, context_limit, place.longest_prompt),
+    )
+
+
+def largest_that(fits, limit: int, above: int) -> int:
+    """The largest number in above + 1..limit for which `fits` holds, 0 if there is none. `fits` is monotone."""
+    low, high = above, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low if low > above else 0
+
+
+def _choose(config: Config, layout: Layout, place: Place, budget: Budget) -> Sizes:
+    """vLLM's sizes; the smallest if none fit."""
+    wanted = wanted_sizes(config)
+    best: Sizes | None = None
+    for releases in (False, True):
+        for batched in BATCHED_TOKENS:
+            sizes = replace(wanted, max_num_batched_tokens=batched, releases_cache=releases)
+            found = _fit(config, layout, place, budget, sizes)
+            if found is None:
+                continue
+            if _work(found) == _work(wanted):
+                return found
+            if best is None or _work(found) > _work(best):
+                best = found
+    return _least_sizes(config, layout, place) if best is None else best
+
+
+def _work(sizes: Sizes) -> tuple[int, int]:
+    """What a plan is judged by. Concurrency first: a decode step reads the whole base for however few sequences."""
+    return sizes.max_num_seqs, sizes.max_tokens_per_microbatch
+
+
+def _fit(
+    config: Config, layout: Layout, place: Place, budget: Budget, sizes: Sizes
+) -> Sizes | None:
+    """`sizes` with the cache, concurrency and microbatch that fit; None if not even one sequence does."""
+    longest = place.longest_prompt + config.rollout.max_completion_length
+    of_sequence = cache_bytes(layout, place.dtype, longest)
+    # vLLM refuses to start unless one sequence of the longest allowed length fits.
+    least = cache_bytes(
+        layout, place.dtype, config.rollout.max_prompt_length + config.rollout.max_completion_length
+    )
+
+    def needs(tokens: int) -> tuple[int, int]:
+        """Bytes of each phase beside the cache, when a microbatch has so many tokens."""
+        parts = footprint(
+            config,
+            layout,
+            place.device_type,
+            place.dtype,
+            place.longest_prompt,
+            engine="vllm",
+            sizes=replace(sizes, max_tokens_per_microbatch=tokens, kv_cache_bytes=0),
+        )
+        always = phase_bytes(parts, "always")
+        return always + phase_bytes(parts, "rollout"), always + phase_bytes(parts, "update")
+
+    wanted = sizes.max_tokens_per_microbatch
+    rollout, update = needs(wanted)
+    if sizes.releases_cache:
+        room = budget.num_bytes - rollout
+        if update > budget.num_bytes:
+            steps = largest_that(
+                lambda n: needs(n * STEP_TOKENS)[1] <= budget.num_bytes, wanted // STEP_TOKENS, 0
+            )
+            wanted = max(longest, steps * STEP_TOKENS)
+            if needs(wanted)[1] > budget.num_bytes:
+                return None
+    else:
+        room = budget.num_bytes - max(rollout, update)
+    cache = min(max(sizes.max_num_seqs * of_sequence, least), room)
+    rows = min(sizes.max_num_seqs, cache // of_sequence)
+    if cache < least or rows < 1:
+        return None
+    return replace(
+        sizes,
+        max_num_seqs=rows,
+        kv_cache_bytes=max(rows * of_sequence, least),
+        max_tokens_per_microbatch=wanted,
+    )
+
+
+def _least_sizes(config: Config, layout: Layout, place: Place) -> Sizes:
+    """One sequence at a time."""
+    if place.engine != "vllm":
+        return wanted_sizes(config)
+    longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
+    return Sizes(
+        max_num_seqs=1,
+        max_tokens_per_microbatch=1,
+        kv_cache_bytes=cache_bytes(layout, place.dtype, longest),
+        max_num_batched_tokens=BATCHED_TOKENS[-1],
+        releases_cache=True,
+    )
+
+
+def _with_least_memory(config: Config) -> Config:
+    return config.model_copy(
+        update={
+            "rollout": config.rollout.model_copy(update={"max_batch_size": 1}),
+            "train": config.train.model_copy(
+                update={"max_tokens_per_microbatch": 1, "gradient_checkpointing": True}
+            ),
+        }
+    )
+
+
+def _with_context(config: Config, place: Place, length: int) -> Config:
+    """Prompts and completions that are `length` tokens together."""
+    rollout = config.rollout.model_copy(
+        update={
+            "max_prompt_length": place.longest_prompt,
+            "max_completion_length": length - place.longest_prompt,
+        }
+    )
+    return config.model_copy(update={"rollout": rollout})
