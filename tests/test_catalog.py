@@ -14,9 +14,7 @@ from qerl.tasks import Task, load_task
 from qerl.tasks.answers import ANSWER_FORMATS, format_asked_for, gold_answer, is_right
 from qerl.tasks.shots import demonstrate
 
-DAPO_ASKS = (
-    "Work through this problem. End with a line of the form Answer: $Answer, where $Answer is the result.\n\n"
-)
+DAPO_ASKS = "Work through this problem. End with a line of the form Answer: $Answer, where $Answer is the result.\n\n"
 
 
 def load(**settings: object) -> Task:
@@ -40,16 +38,23 @@ def math_row(i: int) -> dict:
 
 def math_500_row(i: int) -> dict:
     return {
-        **{"problem": f"Problem {i}", "solution": rf"... \boxed{{{i}}}", "answer": str(i)},
-        **{"subject": "Algebra", "level": i % 5 + 1, "unique_id": f"test/algebra/{i}.json"},
+        "problem": f"Problem {i}",
+        "solution": rf"... \boxed{{{i}}}",
+        "answer": str(i),
+        "subject": "Algebra",
+        "level": i % 5 + 1,
+        "unique_id": f"test/algebra/{i}.json",
     }
 
 
 def dapo_processed_row(i: int) -> dict:
     messages = [{"content": f"{DAPO_ASKS}Problem {i}", "role": "user"}]
     return {
-        **{"prompt": f"Problem {i}", "solution": str(i), "data_source": "math_dapo"},
-        **{"source_prompt": messages, "ability": "MATH"},
+        "prompt": f"Problem {i}",
+        "solution": str(i),
+        "data_source": "math_dapo",
+        "source_prompt": messages,
+        "ability": "MATH",
         "reward_model": {"ground_truth": str(i), "style": "rule-lighteval/MATH_v2"},
         "extra_info": {"index": f"index-{i}"},
     }
@@ -84,7 +89,7 @@ def test_a_few_solutions_without_an_answer_are_dropped_and_many_are_other_data(
     assert any("1 rows dropped: their answer has no" in note for note in task.notes)
     for row in rows[:50]:
         row["solution"] = "It is obvious."
-    with pytest.raises(UserError, match="train-0: the answer has no .*for other data"):
+    with pytest.raises(UserError, match=r"train-0: the answer has no .*for other data"):
         load(name="math", path=write(tmp_path, train=rows))
 
 
@@ -142,12 +147,18 @@ def test_dapo_asks_for_what_its_prompts_ask_for(tmp_path: Path) -> None:
 EVALUATION = {
     "math-500": math_500_row,
     "aime24": lambda i: {
-        **{"id": i, "problem": f"Problem {i}", "solution": f"... {i}", "answer": f"{i:03}"},
-        **{"url": "https://example.org", "year": "2024"},
+        "id": i,
+        "problem": f"Problem {i}",
+        "solution": f"... {i}",
+        "answer": f"{i:03}",
+        "url": "https://example.org",
+        "year": "2024",
     },
     "aime25": lambda i: {"problem": f"Problem {i}", "answer": str(i), "id": str(i)},
     "amc23": lambda i: {
-        **{"id": i, "question": f"Problem {i}", "answer": float(i)},
+        "id": i,
+        "question": f"Problem {i}",
+        "answer": float(i),
         "url": "https://example.org",
     },
 }
@@ -186,7 +197,7 @@ def test_wrong_choices_of_rows_are_explained(tmp_path: Path, settings: dict, mes
 
 def test_levels_need_a_column_level(tmp_path: Path) -> None:
     rows = [{"question": f"q{i}", "answer": "1"} for i in range(20)]
-    with pytest.raises(UserError, match="no column 'level'.*question, answer"):
+    with pytest.raises(UserError, match=r"no column 'level'.*question, answer"):
         load(path=write(tmp_path, train=rows), levels=(3,))
 
 
