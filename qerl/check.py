@@ -51,7 +51,9 @@ def main(argv: list[str] | None = None) -> int:
     prepared = prepare(config)
     introduce(prepared)
     findings: list[Finding] = []
-    with open_pool(prepared.data.rewards, config.reward) as pool:
+    # Failures are findings here, however many: nothing is trained on.
+    limits = config.reward.model_copy(update={"max_failure_share": 1.0})
+    with open_pool(prepared.data.rewards, limits) as pool:
         findings += _check_gold(prepared, pool, num_golds)
         if not options.no_sample:
             findings += _check_sample(prepared, pool, num_problems)
