@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.arms import Comparison, make_comparison
+from qerl.callable_module import CallableModule
 from qerl.cli import ExtraFlag, parse_arguments, run_main
 from qerl.compare_runner import Runner, say
 from qerl.errors import UserError
@@ -107,6 +108,8 @@ def _minutes(text: str | None) -> float | None:
         raise UserError(f"--minutes {text}: give a number above 0")
     return minutes
 
+
+sys.modules[__name__].__class__ = CallableModule
 
 if __name__ == "__main__":
     sys.exit(run_main(main))

@@ -4,6 +4,7 @@ Four panels over the training step: reward (mean of the step, and its running me
 the noise's sigma. A panel whose numbers a run does not have is left out.
 """
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,23 @@ BLUE, ORANGE, GREY = "#1f5fa8", "#c8561b", "#5b6570"
 Points = list[tuple[int, float]]
 
 
+class ShownFigure(Figure):
+    """A figure that a notebook shows as it is, without pyplot and its global state."""
+
+    def _repr_png_(self) -> bytes:
+        file = io.BytesIO()
+        self.savefig(file, format="png")
+        return file.getvalue()
+
+
 def plot_learning_curve(run_dir: Path) -> Path:
     """Draw `run_dir`/curve.png and return its path. Raises UserError if the run has logged no step yet."""
-    run_dir = Path(run_dir)
+    learning_curve(run_dir).savefig(run_dir / CURVE)
+    return run_dir / CURVE
+
+
+def learning_curve(run_dir: Path) -> Figure:
+    """The figure. Raises UserError if the run has logged no step yet."""
     lines = read_metrics(run_dir)
     panels = [
         (title, points, draw)
@@ -39,7 +54,7 @@ def plot_learning_curve(run_dir: Path) -> Path:
         raise UserError(f"{run_dir} has no metrics to draw yet")
     num_columns = min(2, len(panels))
     num_rows = -(-len(panels) // num_columns)
-    figure = Figure(figsize=(4.6 * num_columns, 2.9 * num_rows), dpi=150, layout="constrained")
+    figure = ShownFigure(figsize=(4.6 * num_columns, 2.9 * num_rows), dpi=150, layout="constrained")
     figure.suptitle(run_dir.resolve().name, fontsize=11, color=GREY)
     axes = figure.subplots(num_rows, num_columns, squeeze=False).flatten()
     last_step = max(line["step"] for line in lines)
@@ -48,8 +63,7 @@ def plot_learning_curve(run_dir: Path) -> Path:
         _finish(axis, title, last_step)
     for axis in axes[len(panels) :]:
         axis.remove()
-    figure.savefig(run_dir / CURVE)
-    return run_dir / CURVE
+    return figure
 
 
 def _points(lines: list[dict[str, Any]], key: str) -> Points:

@@ -10,6 +10,7 @@ so `--help` and mistakes answer at once.
 
 import sys
 
+from qerl.callable_module import CallableModule
 from qerl.cli import ExtraFlag, parse_config, run_main
 
 DRY_RUN = ExtraFlag("dry_run", "Print the plan (sizes, memory, downloads, steps, time) and stop.")
@@ -46,6 +47,8 @@ def main(argv: list[str] | None = None) -> int:
         summarize(run)
         return run.exit_code
 
+
+sys.modules[__name__].__class__ = CallableModule
 
 if __name__ == "__main__":
     sys.exit(run_main(main))

@@ -45,9 +45,9 @@ ONLY_UNDER: dict[str, str] = {
     "vllm": "qerl.engine",
     "triton": "qerl.kernels",
     "humming": "qerl.kernels",
-    "wandb": "qerl.metrics",
-    "tensorboard": "qerl.metrics",
-    "torch.utils.tensorboard": "qerl.metrics",
+    "wandb": "qerl.trackers",
+    "tensorboard": "qerl.trackers",
+    "torch.utils.tensorboard": "qerl.trackers",
 }
 ENTRY_POINTS = (
     "train",
@@ -57,6 +57,7 @@ ENTRY_POINTS = (
     "plan",
     "compare",
     "report",
+    "api",
     "bench",
     "loop",
     "run",

@@ -164,7 +164,7 @@ def _charts(report: ComparisonReport) -> list[str]:
     charts = []
     last_step = max(run.last_step for arm in report.arms for run in arm.records.values())
     for title, key, smooth in CURVES:
-        lines = [_line(arm, index, key, smooth) for index, arm in enumerate(report.arms)]
+        lines = [curve_of(arm, index, key, smooth) for index, arm in enumerate(report.arms)]
         if has_points(lines):
             drawn = [line for line in lines if line.points]
             from_zero = key in FROM_ZERO
@@ -182,7 +182,8 @@ def _charts(report: ComparisonReport) -> list[str]:
     return charts
 
 
-def _line(arm: ArmRuns, index: int, key: str, smooth: bool) -> Line:
+def curve_of(arm: ArmRuns, index: int, key: str, smooth: bool) -> Line:
+    """An arm's mean over seeds at the steps that all of them have, and the band from the lowest to the highest."""
     curves: list[Points] = [points(run, key) for run in arm.records.values()]
     if smooth:
         curves = [running_mean(curve, SMOOTHED_STEPS) for curve in curves]
