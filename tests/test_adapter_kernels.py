@@ -84,7 +84,7 @@ def test_two_launches_add_the_adapter(triton_adapter, rows, num_columns, rank, n
 def test_the_chosen_launch_is_right_too(triton_adapter, num_tokens):
     rows = (128, 64, 64)
     x, a, b, y = random_case(rows, 320, 16, num_tokens if ON_GPU else min(num_tokens, 20))
-    launch = triton_adapter.launch_for(num_tokens, sum(rows))
+    launch = triton_adapter.launch_for(num_tokens, (sum(rows), 320))
     launch = launch if ON_GPU else replace(launch, dependent=False)
     parts = triton_adapter.shrink(x, a, launch)
     exact = exact_sum(y, x, a, b, rows)

@@ -101,4 +101,4 @@ def update(buffers: Iterable[AdapterBuffers]) -> None:
             ]
             sources += [master_a, master_b if scaling == 1 else master_b * scaling]
     if targets:
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]

@@ -7,7 +7,7 @@ and the message names what is. NF4's own `expand` is bitsandbytes' kernel, bf16'
 triton and humming are imported when a kernel of theirs is first used: they take seconds, and a CPU has neither.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -69,6 +69,16 @@ def gemm_for(weight: PackedWeight, dtype: torch.dtype, *, batch_invariant: bool 
     return make(weight.device, batch_invariant)
 
 
+def prepare(weights: Iterable[PackedWeight], *, batch_invariant: bool = False) -> None:
+    """Compile now, many at a time, the kernels that a GEMM for these weights would compile one by one when first called."""
+    packed = [weight for weight in weights if isinstance(weight, HummingWeight)]
+    if packed and packed[0].device.type == "cuda":
+        from qerl.kernels.gemm import HummingGemm
+
+        gemm = HummingGemm(packed[0].device, batch_invariant=batch_invariant)
+        gemm.prepare(packed, range(1, MAX_PACKED_TOKENS + 1))
+
+
 def _reference(weight: PackedWeight, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     dense = weight.expand(dtype)
     if out is None:
@@ -121,7 +131,7 @@ def _humming_gemm(device: torch.device, batch_invariant: bool) -> Callable:
 
 def _bitsandbytes_gemm(device: torch.device, batch_invariant: bool) -> Callable:
     """bitsandbytes' own product, member by member: it chooses between its fused kernel and expanding."""
-    from bitsandbytes import matmul_4bit
+    from bitsandbytes import matmul_4bit  # pyright: ignore[reportAttributeAccessIssue]
 
     dense = _dense_gemm(device, batch_invariant)
 

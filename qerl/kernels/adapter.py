@@ -15,15 +15,20 @@ from qerl.quant.packed import PackedWeight
 
 MAX_DECODE_TOKENS = 512
 """Most tokens for which the Triton kernels run: more than that are a prefill, which plain products serve as well."""
+MAX_PARALLEL_TOKENS = 64
+"""Most tokens for which the adapter's first launch runs beside the packed GEMM, on a stream of its own. With more, both fill the GPU."""
 
 
 class AdaptedGemm:
-    """One user's packed GEMM with adapters. State: the GEMM's, and on a GPU a second stream."""
+    """One user's packed GEMM with adapters. State: the GEMM's, and where the kernels run, a second stream."""
 
     def __init__(self, gemm: Gemm, device: torch.device, dtype: torch.dtype):
         self.gemm = gemm
-        self.kernels = device.type == "cuda" and dtype == torch.bfloat16
-        self.dependent = self.kernels and torch.cuda.get_device_capability(device) >= (9, 0)
+        self.side: torch.cuda.Stream | None = None
+        self.dependent = False
+        if device.type == "cuda" and dtype == torch.bfloat16:
+            self.side = torch.cuda.Stream(device)
+            self.dependent = torch.cuda.get_device_capability(device) >= (9, 0)
 
     def __call__(
         self,
@@ -45,15 +50,23 @@ class AdaptedGemm:
             b: [N, r]: their B, likewise, the adapter's scaling in it.
             member_rows: N_i.
         """
-        if not self.kernels or not 0 < x.shape[0] <= MAX_DECODE_TOKENS:
+        if self.side is None or not 0 < x.shape[0] <= MAX_DECODE_TOKENS:
             y = add_adapter(self.gemm(x, packed, scale), x, a, b, member_rows)
             return gate(y) if gated else y
         from qerl.kernels import triton_adapter
 
-        launch = triton_adapter.launch_for(x.shape[0], b.shape[0])
+        launch = triton_adapter.launch_for(x.shape[0], packed.shape)
         launch = replace(launch, dependent=self.dependent)
-        y = self.gemm(x, packed, scale)
-        parts = triton_adapter.shrink(x, a, launch)
+        if x.shape[0] <= MAX_PARALLEL_TOKENS:
+            main = torch.cuda.current_stream(x.device)
+            self.side.wait_stream(main)
+            with torch.cuda.stream(self.side):
+                parts = triton_adapter.shrink(x, a, launch)
+            y = self.gemm(x, packed, scale)
+            main.wait_stream(self.side)
+        else:
+            y = self.gemm(x, packed, scale)
+            parts = triton_adapter.shrink(x, a, launch)
         finish = triton_adapter.grow_gated if gated else triton_adapter.grow
         return finish(y, parts, b, member_rows, launch)
 

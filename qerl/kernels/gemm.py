@@ -21,7 +21,7 @@ before it multiplies nonsense.
 # pyright: reportMissingImports=false
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -81,14 +81,16 @@ class HummingGemm:
             locks=self.locks,
         )
 
-    def prepare(self, weights: Iterable[HummingWeight], token_counts: Sequence[int]) -> None:
+    def prepare(self, weights: Iterable[HummingWeight], token_counts: Iterable[int]) -> None:
         """Compile the kernels for these matrices and token counts, many at a time; those already compiled are skipped.
 
         Raises UserError as a call would.
         """
         from humming.kernel.humming import HummingKernel
 
-        todo = {self._configs(weight, tokens) for weight in weights for tokens in token_counts}
+        shapes = {(weight.shape, weight.mma): weight for weight in weights}
+        counts = sorted({_rounded(tokens) for tokens in token_counts})
+        todo = {self._configs(weight, tokens) for weight in shapes.values() for tokens in counts}
         arguments = []
         for parts in sorted(todo):
             merged = {key: value for part in parts for key, value in json.loads(part).items()}
@@ -105,7 +107,11 @@ class HummingGemm:
 
     def _configs(self, weight: HummingWeight, num_tokens: int) -> tuple[str, str, str]:
         return _configs(
-            weight.shape, weight.stored_shape, weight.mma, self.batch_invariant, num_tokens
+            weight.shape,
+            weight.stored_shape,
+            weight.mma,
+            self.batch_invariant,
+            _rounded(num_tokens),
         )
 
 
@@ -201,6 +207,12 @@ def _layer_meta(shape: tuple[int, int], stored_shape: tuple[int, int], mma: Mma)
         weight_scale_type="group_tensor",
         mma_type=mma,
     )
+
+
+def _rounded(num_tokens: int) -> int:
+    """Token count that tiles are chosen for, at most a quarter larger: each choice is a kernel to compile."""
+    step = max(8, 2 ** (num_tokens - 1).bit_length() // 8)
+    return -(-num_tokens // step) * step
 
 
 @cache

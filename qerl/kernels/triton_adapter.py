@@ -13,7 +13,7 @@ added in a fixed order: the result is the same at every call, and the sum over K
 Both launches are programmatic dependents (PDL) where asked: their grids are set up while the kernel before them ends.
 """
 
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
 from dataclasses import dataclass
 
 import torch
@@ -46,10 +46,18 @@ class Launch:
     """Programmatic dependent launch: compute capability 9.0 and above"""
 
 
-def launch_for(num_tokens: int, num_rows: int) -> Launch:
-    """How to cut for M tokens and a matrix of N rows. Fastest of those tried on an H200 (benchmarks/gpu_adapter.py)."""
+def launch_for(num_tokens: int, shape: tuple[int, int]) -> Launch:
+    """How to cut for M tokens and a matrix [N, K]: near the fastest of those tried on an H200 (docs/kernels.md).
+
+    More ranges of K make shrinking faster and growing slower, the more so the more rows and tokens read all parts.
+    """
+    num_rows, num_columns = shape
+    splits = triton.next_power_of_2(triton.cdiv(num_columns, 1024))
+    if num_tokens > 128:
+        splits = triton.cdiv(splits, 4)
+    splits = max(min(splits, 4), splits if num_rows <= 16384 else 0)
     shrink_tokens = min(64, max(_LEAST, triton.next_power_of_2(num_tokens)))
-    return Launch(32 if num_tokens <= 32 else 8, 128, shrink_tokens, _LEAST, 128)
+    return Launch(splits, 128, shrink_tokens, _LEAST, 128)
 
 
 def shrink(x: Tensor, a: Tensor, launch: Launch) -> Tensor:
@@ -171,7 +179,7 @@ def _tile_of(boundaries: tuple[int, ...], most: int) -> int:
     return tile
 
 
-def _grow_constants(parts: Tensor, b: Tensor, launch: Launch) -> dict[str, int | bool]:
+def _grow_constants(parts: Tensor, b: Tensor, launch: Launch) -> dict:
     return {
         "SPLITS": parts.shape[0],
         "BLOCK_SPLITS": triton.next_power_of_2(parts.shape[0]),
@@ -184,7 +192,7 @@ def _grow_constants(parts: Tensor, b: Tensor, launch: Launch) -> dict[str, int |
     }
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _shrink(
     x,
     a,
@@ -221,7 +229,7 @@ def _shrink(
     tl.store(at, total, mask=(token < num_tokens)[:, None] & (row < width)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _grow(
     y,
     parts,
@@ -259,7 +267,7 @@ def _grow(
     tl.store(at, (base.to(tl.float32) + delta).to(base.dtype), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _grow_gated(
     y,
     parts,
