@@ -2,7 +2,7 @@
 
 Letters as in `qerl.footprint`; b is the most tokens of one forward pass of vLLM, s the most sequences at once.
 
-always    adapter      c (A [n r, K] and the block-diagonal B [N, n r]) of each fused matrix, in the activations' dtype
+always    adapter      c r (n K + N) for each fused matrix [N, K] of n members, in the activations' dtype
           twice        norms that carry noise in fp32, biases of fused matrices
           reserve      CUDA graphs, attention's and GEMMs' workspaces, vLLM's buffers and code: measured constants
           KV cache     as the plan has it, unless it is given back during the update: then it is the rollout's
@@ -72,15 +72,14 @@ def _longest(config: Config) -> int:
 
 
 def _adapter_bytes(config: Config, layout: Layout, c: int) -> int:
+    """A has rows for every member of a matrix that has an adapted one."""
     targets, total = config.lora.lora_target_modules, 0
     for fused in layout.linears:
-        adapted = [
-            member
-            for member in fused.members
-            if targets == ("all-linear",) or member.rpartition(".")[2] in targets
-        ]
-        width = config.lora.lora_r * len(adapted)
-        total += c * width * (fused.num_columns + sum(fused.member_rows))
+        if targets == ("all-linear",) or any(
+            member.rpartition(".")[2] in targets for member in fused.members
+        ):
+            width = len(fused.members) * fused.num_columns + sum(fused.member_rows)
+            total += c * config.lora.lora_r * width
     return total
 
 

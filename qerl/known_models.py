@@ -33,12 +33,14 @@ _QWEN3 = {
     "Qwen/Qwen3-14B": (5120, 17408, 40, 40, 8, 151936, False),
     "Qwen/Qwen3-32B": (5120, 25600, 64, 64, 8, 151936, False),
 }
+_SMOLLM2 = {"HuggingFaceTB/SmolLM2-135M": (576, 1536, 30, 9, 3, 49152, True)}
 _LLAMA = {"meta-llama/Llama-3.1-8B": (4096, 14336, 32, 32, 8, 128256, False)}
 
 _FAMILIES: tuple[tuple[str, dict[str, tuple[Any, ...]], dict[str, Any]], ...] = (
     ("qwen2", _QWEN2, {"max_position_embeddings": 32768}),
     ("qwen3", _QWEN3, {"max_position_embeddings": 40960, "head_dim": 128}),
     ("llama", _LLAMA, {"max_position_embeddings": 131072}),
+    ("llama", _SMOLLM2, {"max_position_embeddings": 8192}),
 )
 
 
