@@ -6,16 +6,22 @@ roughly, so that next-token distributions are neither flat nor certain and round
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import Qwen2Config
 
 from qerl.families import FAMILIES
 from qerl.kernels.humming_layout import mma_of, pack
+from qerl.model.tiny import byte_tokenizer
 from qerl.quant import FORMATS
 from qerl.quant.base_weights import BaseWeights
-from qerl.quant.layout import build_layout, is_norm
+from qerl.quant.checkpoint_writer import ShardWriter
+from qerl.quant.compressed_tensors_format import file_tensors, quantization_config
+from qerl.quant.layout import FusedLinear, Layout, build_layout, is_norm
+from qerl.quant.packed import PackedWeight
 from qerl.quant.report import LinearReport, PackingReport
 
 SHAPES = {  # hidden, intermediate, layers, query heads, key heads, vocabulary
@@ -51,42 +57,74 @@ def model_config(shape: str, num_layers: int = 0) -> Qwen2Config:
     )
 
 
-@torch.no_grad()
 def random_base(config: Qwen2Config, format: str, device: torch.device) -> BaseWeights:
     """A packed base; NVFP4 in the layout of its kernel."""
     layout = build_layout(config)
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(shape: tuple[int, ...], std: float) -> torch.Tensor:
-        values = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        return values.normal_(0, std, generator=generator)
-
     linears, reports = {}, []
-    # What a layer adds to the residual stream shrinks with depth, as GPT-2's initialization has it.
-    depth = math.sqrt(2 * config.num_hidden_layers)
-    for fused in layout.linears:
-        adds = fused.name.endswith(("o_proj", "down_proj"))
-        std = fused.num_columns**-0.5 / (depth if adds else 1)
-        members = [normal((rows, fused.num_columns), std) for rows in fused.member_rows]
-        weight = FORMATS[format](members, "four_over_six")
+    for fused, weight in _random_linears(layout, format, device):
         if format == "nvfp4":
-            weight = pack(weight, mma_of(device))
+            weight = pack(weight, mma_of(device))  # pyright: ignore[reportArgumentType]
         linears[fused.name] = weight
         reports.append(LinearReport(fused.name, weight.shape, weight.nbytes, None))
-    tensors = {}
-    for name, shape in layout.dense.items():
-        if is_norm(name):
-            tensors[name] = torch.ones(shape, dtype=torch.float32, device=device)
-        elif name.endswith(".bias"):
-            tensors[name] = normal(shape, 0.02)
-        else:
-            std = 1.0 if "embed" in name else _LOGIT_STD * config.hidden_size**-0.5
-            tensors[name] = normal(shape, std)
+    tensors = _random_tensors(layout, device)
     torch.cuda.empty_cache()
     dense_nbytes = sum(tensor.nbytes for tensor in tensors.values())
     report = PackingReport(tuple(reports), dense_nbytes)
     family = FAMILIES[config.model_type]
     return BaseWeights(config, family, format, layout, linears, tensors, report)
+
+
+def write_checkpoint(folder: Path, config: Qwen2Config, device: torch.device) -> None:
+    """The same as an NVFP4 checkpoint with a tokenizer of one token a byte; the vocabulary's other tokens mean nothing."""
+    layout = build_layout(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = ShardWriter(folder)
+    dense = _random_tensors(layout, device)
+    writer.add({name: tensor.bfloat16().cpu() for name, tensor in dense.items()})
+    del dense
+    for fused, weight in _random_linears(layout, "nvfp4", device):
+        writer.add(file_tensors(fused, weight.to("cpu")))  # pyright: ignore[reportArgumentType]
+    writer.finish()
+    byte_tokenizer().save_pretrained(folder)
+    write_config(folder, config, quantization_config=quantization_config())
+
+
+@torch.no_grad()
+def _random_linears(
+    layout: Layout, format: str, device: torch.device
+) -> Iterator[tuple[FusedLinear, PackedWeight]]:
+    generator = torch.Generator(device).manual_seed(0)
+    # What a layer adds to the residual stream shrinks with depth, as GPT-2's initialization has it.
+    depth = math.sqrt(2 * _depth(layout))
+    for fused in layout.linears:
+        adds = fused.name.endswith(("o_proj", "down_proj"))
+        std = fused.num_columns**-0.5 / (depth if adds else 1)
+        members = [_normal((rows, fused.num_columns), std, generator) for rows in fused.member_rows]
+        yield fused, FORMATS[format](members, "four_over_six")
+
+
+def _depth(layout: Layout) -> int:
+    """Decoder layers."""
+    return len({fused.name.split(".")[2] for fused in layout.linears})
+
+
+def _random_tensors(layout: Layout, device: torch.device) -> dict[str, Tensor]:
+    generator = torch.Generator(device).manual_seed(1)
+    tensors = {}
+    for name, shape in layout.dense.items():
+        if is_norm(name):
+            tensors[name] = torch.ones(shape, dtype=torch.float32, device=device)
+        elif name.endswith(".bias"):
+            tensors[name] = _normal(shape, 0.02, generator)
+        else:
+            std = 1.0 if "embed" in name else _LOGIT_STD * shape[1] ** -0.5
+            tensors[name] = _normal(shape, std, generator)
+    return tensors
+
+
+def _normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -> Tensor:
+    values = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
+    return values.normal_(0, std, generator=generator)
 
 
 def write_config(folder: Path, config: Qwen2Config, **extra: object) -> Path:

@@ -64,10 +64,10 @@ def build_tiny(folder: Path) -> None:
     config.save_pretrained(folder)
     GenerationConfig(pad_token_id=PAD_ID, eos_token_id=[END_ID, START_ID]).save_pretrained(folder)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    _byte_tokenizer().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
 
 
-def _byte_tokenizer():
+def byte_tokenizer():
     """A tokenizer with one token a byte and ChatML turns."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

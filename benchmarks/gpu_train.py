@@ -1,0 +1,177 @@
+"""Whole training steps on a CUDA GPU under a memory cap that another process enforces.
+
+    python benchmarks/gpu_train.py --shape 32b --cap-bytes 80e9 [--completion 512] [--steps 2] [-- FLAGS OF qerl.train]
+
+Writes an NVFP4 checkpoint of random weights (synthetic.py) and prompts of a given length, starts a ballast process that holds
+all of the card's memory but the cap, and runs `python -m qerl.train` as a user would, with vLLM, rank 32 and noise from the
+second step on. Checked afterwards: every matrix of the adapter has moved away from its initial zeros, so every layer had a
+gradient. Recorded: metrics of each step, agreement, the plan's peak and the measured one (by the ballast process, from
+what the driver says is free, so everything the run takes is in it). Writes train_SHAPE_CONTEXT.json into $OUT or
+benchmarks/results.
+"""
+
+import argparse
+import json
+import os
+import random
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from safetensors import safe_open
+
+BALLAST = """
+import sys, time, torch
+cap = int(float(sys.argv[1]))
+torch.zeros(1, device="cuda")
+free, total = torch.cuda.mem_get_info()
+held = torch.empty(max(0, free - cap), dtype=torch.uint8, device="cuda")
+start = least = torch.cuda.mem_get_info()[0]
+print("holding", held.numel(), "free", start, flush=True)
+while not sys.stdin.closed:
+    least = min(least, torch.cuda.mem_get_info()[0])
+    with open(sys.argv[2], "w") as file:
+        file.write(f"{start} {least}")
+    time.sleep(0.1)
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="7b")
+    parser.add_argument("--layers", type=int, default=0, help="fewer layers than the shape has")
+    parser.add_argument("--cap-bytes", type=float, default=80e9)
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--completion", type=int, default=512)
+    parser.add_argument("--problems", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "qerl-gpu-train")
+    parser.add_argument("flags", nargs="*", help="more flags of qerl.train, after --")
+    options = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        print("gpu_train: no CUDA GPU here, nothing was measured")
+        return 0
+    options.work.mkdir(parents=True, exist_ok=True)
+    model = options.work / f"random-{options.shape}"
+    if not (model / "config.json").exists():
+        started = time.time()
+        subprocess.run(
+            [sys.executable, "-c", WRITE, options.shape, str(options.layers), str(model)],
+            check=True,
+        )
+        print(f"checkpoint written in {time.time() - started:.0f} s", flush=True)
+    context = options.prompt + options.completion
+    run_dir = options.work / f"run-{options.shape}-{context}-{time.time_ns()}"
+    command = train_command(options, model, write_prompts(options), run_dir)
+    peak_file = options.work / "peak"
+    ballast = subprocess.Popen(
+        [sys.executable, "-c", BALLAST, str(options.cap_bytes), str(peak_file)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert ballast.stdout is not None
+        print(ballast.stdout.readline(), end="", flush=True)
+        started = time.time()
+        exit_code = subprocess.run(command, check=False).returncode
+        seconds = time.time() - started
+    finally:
+        ballast.kill()
+    start, least = map(int, peak_file.read_text().split())
+    report = {
+        "command": shlex.join(["python", *sys.argv]),
+        "run": shlex.join(command[2:]),
+        "device": torch.cuda.get_device_name(),
+        "versions": {name: version(name) for name in ("torch", "vllm", "transformers", "peft")},
+        "exit_code": exit_code,
+        "seconds": round(seconds, 1),
+        "cap_bytes": options.cap_bytes,
+        "peak_bytes": start - least,
+        **read_run(run_dir),
+    }
+    name = f"train_{options.shape}_{context}.json"
+    target = Path(os.environ.get("OUT", Path(__file__).parent / "results"))
+    (target / name).write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in report.items() if k != "steps"}, indent=1))
+    return exit_code
+
+
+WRITE = f"""
+import sys
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parent.parent)!r}]
+import torch
+from pathlib import Path
+from synthetic import model_config, write_checkpoint
+shape, layers, folder = sys.argv[1:]
+write_checkpoint(Path(folder), model_config(shape, int(layers)), torch.device("cuda", 0))
+"""
+
+
+def write_prompts(options: argparse.Namespace) -> Path:
+    """Different prompts of the length, one token a letter."""
+    path = options.work / f"prompts-{options.prompt}.jsonl"
+    letters = random.Random(0)
+    with path.open("w") as file:
+        for _ in range(options.problems * options.steps):
+            text = "".join(letters.choice("abcdefghij ") for _ in range(options.prompt - 1)) + "?"
+            file.write(json.dumps({"prompt": text, "answer": "0"}) + "\n")
+    return path
+
+
+def train_command(
+    options: argparse.Namespace, model: Path, prompts: Path, run_dir: Path
+) -> list[str]:
+    settings = {
+        "model": model,
+        "task": "dataset",
+        "task.path": prompts,
+        "chat-template": "none",
+        "reward-funcs": f"{Path(__file__).parent / 'synthetic_reward.py'}:spread",
+        "run-dir": run_dir,
+        "engine": "vllm",
+        "num-generations": options.samples,
+        "prompts-per-step": options.problems,
+        "max-prompt-length": options.prompt,
+        "max-completion-length": options.completion,
+        "max-steps": options.steps,
+        "max-batch-size": 256,
+        "lora-r": 32,
+        "warmup-ratio": 0,
+        "noise.num-stages": 2,
+        "eval-size": 0,
+        "memory-gib": options.cap_bytes / 2**30,
+    }
+    flags = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+    return [sys.executable, "-m", "qerl.train", *flags, *options.flags]
+
+
+def read_run(run_dir: Path) -> dict:
+    """What the run wrote: steps, plan, and how much of the adapter has moved."""
+    found: dict = {"steps": []}
+    metrics = run_dir / "metrics.jsonl"
+    if metrics.exists():
+        found["steps"] = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for path in sorted(run_dir.glob("*plan*.json")):
+        found[path.stem] = json.loads(path.read_text())
+    weights = run_dir / "adapter" / "adapter_model.safetensors"
+    if weights.exists():
+        with safe_open(weights, "pt") as file:
+            names = [name for name in file.keys() if "lora_B" in name]  # noqa: SIM118
+            moved = sum(bool(file.get_tensor(name).any()) for name in names)
+        found["adapter_matrices"] = {"lora_B": len(names), "with_gradient": moved}
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
