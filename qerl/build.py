@@ -15,6 +15,7 @@ from qerl.engine.base import Engine
 from qerl.engine.choice import EngineChoice, choose_engine
 from qerl.engine.transformers_engine import TransformersEngine
 from qerl.errors import UserError
+from qerl.evaluation import accuracy_note
 from qerl.footprint import recomputes
 from qerl.kernels.humming_layout import mma_of, pack
 from qerl.memory import return_freed_memory
@@ -132,11 +133,13 @@ def build_data(
             f"{config.rollout.prompts_per_step}; lower it or give more data"
         )
     held_out = test.notes if test else ()
+    accuracy = accuracy_note(rewards, task) if test and for_training else None
     prompt_ids = (train.prompt_ids or (test.prompt_ids if test else ()))[:PROMPTS_LOOKED_AT]
     notes = [
         *task.notes,
         *train.notes,
         *(f"held out: {n}" for n in held_out if n not in train.notes),
+        *([accuracy] if accuracy else []),
         *notes_on_marks(rewards, [str(tokenizer.decode(list(ids))) for ids in prompt_ids]),
     ]
     return Data(task, train, test, rewards, tuple(dict.fromkeys(notes)))

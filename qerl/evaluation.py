@@ -66,6 +66,17 @@ def correctness_reward(rewards: Sequence[RewardSpec], task: Task) -> str:
     return rewards[0].name
 
 
+def accuracy_note(rewards: Sequence[RewardSpec], task: Task) -> str | None:
+    """What to say at the start of a run whose accuracy is not the task's own; None where it is."""
+    name = correctness_reward(rewards, task)
+    if not task.reward_funcs or with_own_grader(rewards, task) == tuple(rewards):
+        return None
+    return (
+        f"eval/accuracy is the share of completions to which {name} gives at least 1: {task.reward_funcs[0]}, the "
+        f"task's own, is not among the rewards (python -m qerl.evaluate RUN grades by it)"
+    )
+
+
 def with_own_grader(rewards: Sequence[RewardSpec], task: Task) -> tuple[RewardSpec, ...]:
     """The rewards, and the task's own grader with weight 0 where it is not among them."""
     if not task.reward_funcs:
