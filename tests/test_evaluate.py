@@ -14,6 +14,7 @@ from qerl.evaluate import main
 from qerl.evaluation import (
     Evaluation,
     ProblemScore,
+    accuracy_note,
     correctness_reward,
     evaluate_policy,
     with_own_grader,
