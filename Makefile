@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-vllm lint type check bench golden clean
+.PHONY: help setup quickstart test test-vllm lint type check notebooks bench golden clean
 PY := .venv/bin/python
 # One thread a worker: two workers with two threads each are slower on two cores than two with one.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(or $(WORKERS),2) --dist worksteal -m "not gpu and not vllm"
@@ -31,6 +31,9 @@ type: setup  ## Types
 	$(PY) -m pyright
 
 check: lint type test  ## Lint, types and tests: what CI runs
+
+notebooks: setup  ## Execute all notebooks with small settings; outputs are not kept
+	$(PY) tools/notebooks.py
 
 bench: setup  ## All benchmarks of this machine
 	for script in benchmarks/*.py; do $(PY) $$script || exit 1; done

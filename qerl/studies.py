@@ -1,0 +1,189 @@
+"""Small experiments as data frames: what the notebooks show, and what one may ask of another model.
+
+* `nvfp4_by_hand`: a few weights through codes and scales; `nvfp4_errors`: the error of each rounding.
+* `noise_schedules`: sigma over the steps of a run; `probe_noise`: what a sigma does to the policy that samples.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+
+from qerl.algo.noise import noise_at
+from qerl.build import Inference, build_data, load_tokenizer, open_inference
+from qerl.config import NoiseConfig
+from qerl.errors import UserError
+from qerl.layers import build_config, layer_of
+from qerl.model.packing import Item, pack
+from qerl.model.source import resolve_model
+from qerl.quant.nvfp4 import BLOCK_SIZE, E2M1_VALUES, ROUNDINGS, Nvfp4Weight, pack_nvfp4
+from qerl.quant.packed import dequantize, sqnr_db
+from qerl.rollout import generate
+from qerl.types import NoiseDraw, Rollout
+
+NORM_DTYPES = ("float32", "bfloat16")
+
+
+def e2m1_values() -> pd.DataFrame:
+    """The 16 codes and what they stand for."""
+    rows = [{"code": f"{code:04b}", "value": value} for code, value in enumerate(E2M1_VALUES)]
+    return pd.DataFrame(rows).set_index("code").T
+
+
+def nvfp4_by_hand(weights: Sequence[float], rounding: str = "nearest") -> pd.DataFrame:
+    """One row a weight: its block's scale, its code, the value that comes back, and the error.
+
+    The weights are one row of a matrix, a multiple of 16 of them. weight ~ value * block_scale * dequant_scale.
+    """
+    _check_rounding(rounding)
+    matrix = torch.tensor([list(weights)], dtype=torch.float32)
+    packed = pack_nvfp4([matrix], rounding)  # pyright: ignore[reportArgumentType]
+    scales = packed.block_scales.float().repeat_interleave(BLOCK_SIZE, 1)[0]
+    codes = _codes(packed)
+    back = dequantize(packed, torch.float32)[0]
+    return pd.DataFrame(
+        {
+            "weight": matrix[0].tolist(),
+            "block": [index // BLOCK_SIZE for index in range(len(codes))],
+            "block_scale": scales.tolist(),
+            "dequant_scale": packed.dequant_scale.item(),
+            "code": [f"{code:04b}" for code in codes],
+            "value": [E2M1_VALUES[code] for code in codes],
+            "comes back as": back.tolist(),
+            "error": (back - matrix[0]).tolist(),
+        }
+    )
+
+
+def nvfp4_errors(num_rows: int = 256, num_columns: int = 1024, seed: int = 0) -> pd.DataFrame:
+    """Each rounding on Gaussian weights: signal-to-noise ratio in dB, root mean square and largest error."""
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(num_rows, num_columns, generator=generator)
+    rows = []
+    for rounding in ROUNDINGS:
+        packed = pack_nvfp4([matrix], rounding)
+        error = dequantize(packed, torch.float32) - matrix
+        rows.append(
+            {
+                "rounding": rounding,
+                "SQNR dB": sqnr_db(matrix, matrix + error),
+                "rms error": error.square().mean().sqrt().item(),
+                "largest error": error.abs().max().item(),
+                "bits a weight": 8 * packed.nbytes / matrix.numel(),
+            }
+        )
+    return pd.DataFrame(rows).set_index("rounding")
+
+
+def noise_schedules(num_steps: int = 100, **noise: Any) -> pd.DataFrame:
+    """Sigma of each step under each schedule; `noise` are settings of the noise section."""
+    schedules = ("exponential", "linear", "cosine", "logarithmic")
+    columns = {}
+    for schedule in schedules:
+        config = NoiseConfig(schedule=schedule, **noise)
+        draws = [noise_at(step, num_steps, 0, config) for step in range(num_steps)]
+        columns[schedule] = [draw.sigma if draw else 0.0 for draw in draws]
+    return pd.DataFrame(columns).rename_axis("step")
+
+
+def probe_noise(
+    model: str,
+    sigmas: Sequence[float] = (1e-4, 1e-3, 1e-2),
+    *,
+    norm_dtypes: Sequence[str] = NORM_DTYPES,
+    num_problems: int = 8,
+    num_generations: int = 4,
+    num_draws: int = 3,
+    **settings: Any,
+) -> pd.DataFrame:
+    """What noise on the norms does to the policy, on completions that the clean policy sampled.
+
+    A row for each norm dtype and sigma, means over `num_draws` draws: entropy of the noisy policy in nats a token, mean
+    exp|delta log p| of the sampled tokens (how far the noisy policy is from the clean one), and the share of norm
+    weights that the noise changes at all. The first row is the clean policy. Settings are a run's.
+    """
+    config, _ = build_config(layer_of({"model": model, **settings}, "probe_noise"))
+    source = resolve_model(config.model, config.revision)
+    tokenizer = load_tokenizer(source, config.trust_remote_code)
+    data = build_data(config, tokenizer)
+    problems = data.train if data.test is None else data.test
+    inference = open_inference(config, source, tokenizer)
+    try:
+        chosen = range(min(num_problems, len(problems.problems)))
+        address = ("probe_noise", config.seed)
+        batch = generate(
+            inference.engine,
+            tokenizer,
+            problems,
+            chosen,
+            inference.sampling,
+            num_generations,
+            address,
+        )
+        rollouts = [rollout for group in batch.rollouts for rollout in group]
+        clean, entropy = _logprobs(inference, rollouts, None)
+        rows: list[Mapping[str, Any]] = [
+            {"norm_dtype": "clean", "sigma": 0.0, "entropy": entropy, "mean exp|Δ log p|": 1.0}
+            | {"norm weights changed": 0.0}
+        ]
+        for norm_dtype in norm_dtypes:
+            for sigma in sigmas:
+                draws = [
+                    NoiseDraw(sigma, config.seed, step, norm_dtype=norm_dtype)  # pyright: ignore[reportArgumentType]
+                    for step in range(num_draws)
+                ]
+                found = [_effect(inference, rollouts, clean, draw) for draw in draws]
+                means = {name: sum(row[name] for row in found) / len(found) for name in found[0]}
+                rows.append({"norm_dtype": norm_dtype, "sigma": sigma, **means})
+    finally:
+        inference.engine.close()
+    return pd.DataFrame(rows)
+
+
+def _effect(
+    inference: Inference, rollouts: list[Rollout], clean: torch.Tensor, draw: NoiseDraw
+) -> dict[str, float]:
+    logprobs, entropy = _logprobs(inference, rollouts, draw)
+    policy = inference.policy
+    before = {name: module.weight.clone() for name, module in policy.noise_modules.items()}
+    with policy.noise(draw):
+        changed = sum(
+            int((module.weight != before[name]).sum())
+            for name, module in policy.noise_modules.items()
+        )
+    total = sum(weight.numel() for weight in before.values())
+    return {
+        "entropy": entropy,
+        "mean exp|Δ log p|": (logprobs - clean).abs().exp().mean().item(),
+        "norm weights changed": changed / total,
+    }
+
+
+@torch.no_grad()
+def _logprobs(
+    inference: Inference, rollouts: list[Rollout], draw: NoiseDraw | None
+) -> tuple[torch.Tensor, float]:
+    """[C] log-probabilities of all sampled tokens, and the mean entropy, under the noise of `draw`."""
+    policy = inference.policy
+    microbatches = pack(
+        [Item(rollout, 1.0, 1.0) for rollout in rollouts],
+        max_tokens=8192,
+        share_prompts=True,
+        hidden_size=policy.base.config.hidden_size,
+        device=policy.device,
+    )
+    with policy.noise(draw):
+        parts = [policy.logprobs(batch, inference.sampling.temperature) for batch in microbatches]
+    entropy = torch.cat([entropies for _, entropies in parts]).mean().item()
+    return torch.cat([logprobs for logprobs, _ in parts]), entropy
+
+
+def _codes(packed: Nvfp4Weight) -> list[int]:
+    pairs = packed.codes[0].tolist()
+    return [code for pair in pairs for code in (pair & 15, pair >> 4)]
+
+
+def _check_rounding(rounding: str) -> None:
+    if rounding not in ROUNDINGS:
+        raise UserError(f"rounding={rounding!r}: there are {', '.join(ROUNDINGS)}")
