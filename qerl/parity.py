@@ -5,7 +5,7 @@ The mean of exp |log p_trainer - log p_rollout| over the sampled tokens says how
 1.01 for bf16 kernels that differ in the order of their sums. Above 1.02 is worth a warning, above 1.05 the run would learn
 from wrong probabilities and is stopped. Which of the four is off says where to look:
 
-    zero adapter, T = 1      base, kernels, norms, head: everything is off then
+    zero adapter, T = 1      base, kernels, norms, head, or an old adapter in the engine: everything is off then
     only with an adapter     its scaling, its layout inside the engine, or that it is not updated
     only at T = 0.7          the temperature: both sides have to divide the logits by it
 
@@ -61,7 +61,10 @@ class Parity:
         """Which side is wrong, judging by the cases above `limit`."""
         bad = {case for case, ratio in self.ratios.items() if ratio > limit}
         if (False, 1.0) in bad:
-            return "already without an adapter: suspect the base, a kernel, the norms or the head"
+            return (
+                "already without an adapter: suspect the base, a kernel, the norms or the head, "
+                "or an old adapter in the engine"
+            )
         if (True, 1.0) in bad:
             return "only with an adapter: suspect its scaling (alpha / r), or that it is not copied to the engine"
         return "only at a temperature other than 1: suspect how the logits are divided by it"
