@@ -339,13 +339,14 @@ def test_large_groups_pass_through_the_pipes(tmp_path: Path) -> None:
     assert score_file(tmp_path, code, make_call(texts)).values == {"f": [300_000.0, 400_000.0]}
 
 
-def test_math_answers_that_never_end_are_lost_alone() -> None:
+def test_math_answers_that_are_hard_to_evaluate_harm_no_other() -> None:
     specs = resolve_rewards(["math"], (), make_task())
     hard = r"\boxed{\sum_{n=1}^{999999999} \sin(n)^{n}}"
     with RewardPool(specs, 2, 1.5, None) as pool:
         result = pool.score([make_call(["18", hard, r"\boxed{18}"])])[0]
-    assert result.values == {"math": [1.0, None, 1.0]}
-    assert [failure.kind for failure in result.failures] == ["timeout"]
+    right, unknown, also_right = result.values["math"]
+    assert right == also_right == 1.0 and unknown in (0.0, None)
+    assert all(failure.sample_index == 1 for failure in result.failures)
 
 
 # The life of the processes

@@ -86,6 +86,10 @@ def check_adapter(folder: Path, lora: LoraConfig) -> None:
         raise UserError(
             f"{folder}: no adapter there (no adapter_config.json); a run's is RUN/adapter"
         )
+    if not (folder / "adapter_model.safetensors").is_file():  # PEFT would unpickle a .bin
+        raise UserError(
+            f"{folder}: no adapter_model.safetensors; pickled adapters are not read, save it as safetensors"
+        )
     try:
         saved = PeftLoraConfig.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError) as error:

@@ -112,8 +112,11 @@ def find_weight_files(folder: Path) -> tuple[Path, ...]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise UserError(f"{index}: damaged index; download the model again") from error
+        elsewhere = [name for name in names if Path(name).name != name]
+        if elsewhere:
+            raise UserError(f"{index} names a file outside its folder: {elsewhere[0]}")
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise UserError(

@@ -40,6 +40,11 @@ class Board:
         whole = len(job.samples) == len(call.completions)
         return call if whole else call.sample(job.samples[0])
 
+    def fits(self, job: Job, reply: dict[str, Any]) -> bool:
+        """True if a reply has one entry a sample."""
+        lists = (reply["values"], *reply["extra"].values())
+        return all(len(entries) == len(job.samples) for entries in lists)
+
     def enter(self, job: Job, reply: dict[str, Any]) -> None:
         """A worker's `Outcome` of a job."""
         for sample, value in zip(job.samples, reply["values"], strict=True):

@@ -4,11 +4,12 @@ On the pipes a message is a length (8 bytes, big endian) and a body. To a worker
 made of its own data; from a worker they are JSON, so nothing that a reward touched is unpickled in the trainer.
 """
 
+import json
 import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 FailureKind = Literal[
     "timeout", "died", "exception", "wrong_length", "wrong_type", "not_finite", "missing_column"
@@ -127,6 +128,52 @@ LENGTH = struct.Struct(">Q")
 def encode_message(body: bytes) -> bytes:
     """A body with its length in front."""
     return LENGTH.pack(len(body)) + body
+
+
+def decode_reply(body: bytes) -> dict[str, Any]:
+    """A worker's JSON. Raises EOFError for anything but a reply of ours: a reward may have reached the pipe."""
+    try:
+        reply = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise EOFError from error
+    kinds = [kind for kind in REPLIES if isinstance(reply, dict) and reply.keys() == kind.keys()]
+    if not kinds or not all(check(reply[key]) for key, check in kinds[0].items()):
+        raise EOFError
+    return reply
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _are_values(value: Any) -> bool:
+    return isinstance(value, list) and all(one is None or _is_number(one) for one in value)
+
+
+def _are_columns(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(texts, list) and all(text is None or _is_text(text) for text in texts)
+        for texts in value.values()
+    )
+
+
+def _are_metrics(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(numbers, list) and all(map(_is_number, numbers)) for numbers in value.values()
+    )
+
+
+REPLIES = (
+    {"ready": bool},
+    {"load_error": _is_text, "name": _is_text},
+    {"kind": lambda kind: kind in get_args(FailureKind), "message": _is_text},
+    {"values": _are_values, "extra": _are_columns, "metrics": _are_metrics},
+)
+"""What a worker answers: keys, and what each must be."""
 
 
 def total_rewards(

@@ -36,6 +36,7 @@ from qerl.tasks.process import LOAD_TIMEOUT_S, WorkerProcess
 if TYPE_CHECKING:
     from qerl.config import RewardConfig
 
+NOT_AN_ANSWER = "the worker answered with something that is not the result of the call"
 POLL_S = 0.2
 """A worker whose pipe is held open by a process it left behind is found dead after at most this long."""
 
@@ -194,12 +195,16 @@ class RewardPool:
             self._was_ready = True
             return
         self._jobs[index] = None
-        if job is None:
-            raise RunError("reward", "a worker answered without being asked")
-        if "values" in outcome:
+        if job is None:  # nobody asked: a reward has reached the pipe
+            self._replace(index)
+            return
+        if "values" in outcome and board.fits(job, outcome):
             board.enter(job, outcome)
-        else:
+        elif "kind" in outcome:
             queue.extend(self._fail(board, job, outcome["kind"], outcome["message"]))
+        else:
+            self._replace(index)
+            queue.extend(self._fail(board, job, "died", NOT_AN_ANSWER))
 
     def _fail(self, board: Board, job: Job, kind: FailureKind, message: str) -> list[Job]:
         """Note a failed job; the jobs that retry its samples. Raises RunError once too many have failed."""

@@ -6,7 +6,6 @@ what it started too. It sees no GPU, whose memory is planned for the model.
 """
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -15,12 +14,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from qerl.tasks.calls import LENGTH, encode_message
+from qerl.tasks.calls import LENGTH, decode_reply, encode_message
 
 LOAD_TIMEOUT_S = 120.0
 """A worker may take this long to import the user's file; a reward's own limit counts calls only."""
 
 READ_BYTES = 1 << 16
+MOST_REPLY_BYTES = 1 << 28
+"""No honest reply is longer; a worker that goes on is ended."""
 
 
 class WorkerProcess:
@@ -63,10 +64,15 @@ class WorkerProcess:
             self.outbox = memoryview(b"")
 
     def read(self) -> dict[str, Any] | None:
-        """A whole reply, or None if there is none yet. Raises EOFError when the process is gone."""
+        """A whole reply, or None if there is none yet.
+
+        Raises EOFError when the process is gone, and when a reward has written into the pipe what is no reply of ours.
+        """
         try:
             while chunk := os.read(self.read_fd, READ_BYTES):
                 self.inbox += chunk
+                if len(self.inbox) > MOST_REPLY_BYTES:
+                    raise EOFError
             closed = True
         except BlockingIOError:
             closed = self.process.poll() is not None
@@ -74,7 +80,7 @@ class WorkerProcess:
             (length,) = LENGTH.unpack_from(self.inbox)
             end = LENGTH.size + length
             if len(self.inbox) >= end:
-                reply = json.loads(bytes(self.inbox[LENGTH.size : end]))
+                reply = decode_reply(bytes(self.inbox[LENGTH.size : end]))
                 del self.inbox[:end]
                 self.deadline = None
                 return reply

@@ -45,7 +45,7 @@ def read_splits(path: str, config: TaskConfig) -> dict[str, list[Row]]:
             return {str(name): split.to_list() for name, split in splits.items()}
     except UserError:
         raise
-    except (OSError, ValueError, _dataset_error()) as error:
+    except (OSError, ValueError, RuntimeError, _dataset_error()) as error:  # RuntimeError: a script
         raise UserError(_explain(path, local.exists(), error)) from error
 
 
