@@ -46,6 +46,11 @@ class CudaMemory:
         self._peak = max(self._peak, since)
         return self._peak
 
+    def start_peak(self) -> None:
+        """Forget the peak so far: a run counts its own."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._peak = 0
+
     def set_unmapped(self, num_bytes: int) -> None:
         """Say how much of what torch has reserved is not mapped from now on. Call it while all of it is still mapped."""
         self.peak()

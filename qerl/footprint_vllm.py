@@ -44,6 +44,8 @@ def engine_parts(
     passed = min(sizes.max_num_batched_tokens, sizes.max_num_seqs * _longest(config))
     widths = 3 * dims.intermediate + 4 * dims.hidden + 2 * (dims.query + 2 * dims.key)
     largest = max(fused.num_weights for fused in layout.linears)
+    if config.quant == "nf4":
+        reserve += largest * c  # expanded inside the CUDA graphs too
     cache_phase = "rollout" if sizes.releases_cache else "always"
     return [
         Part("engine's adapter", _adapter_bytes(config, layout, c), "always"),

@@ -166,30 +166,39 @@ class _Adapter:
         self.matrices = dict(policy.trainable_parameters())
 
     def clear(self) -> None:
-        """B = 0: the adapter does nothing."""
-        self.fill(0.0)
-
-    def fill(self, scale: float) -> None:
-        """Random A as it is initialised, random B of this standard deviation; the same numbers for the same scale."""
+        """Random A as it is initialised, B = 0: the adapter does nothing."""
         import torch
 
         from qerl.seeding import derive_seed
 
         with torch.no_grad():
             for name, matrix in self.matrices.items():
-                generator = torch.Generator().manual_seed(derive_seed("parity", name))
-                random = torch.randn(matrix.shape, generator=generator)
-                factor = scale if "lora_B" in name else (3 * matrix.shape[1]) ** -0.5
-                matrix.copy_(random * factor)
+                if "lora_B" in name:
+                    matrix.zero_()
+                else:
+                    generator = torch.Generator(matrix.device)
+                    generator.manual_seed(derive_seed("parity", name))
+                    matrix.normal_(0, (3 * matrix.shape[1]) ** -0.5, generator=generator)
 
     def fill_until_it_matters(self, rollouts: "list[Rollout]") -> None:
-        """Double the scale until the log-probs of `rollouts` change enough. Raises RunError if they never do."""
+        """Random B, doubled until the log-probs of `rollouts` change enough. Raises RunError if they never do."""
+        import torch
+
+        from qerl.seeding import derive_seed
+
         clean, _ = _scores(self.policy, rollouts, 1.0)
-        for doubling in range(MAX_DOUBLINGS):
-            self.fill(FIRST_SCALE * 2**doubling)
-            changed, _ = _scores(self.policy, rollouts, 1.0)
-            if (changed - clean).abs().mean().item() >= WANTED_CHANGE:
-                return
+        outer = {name: matrix for name, matrix in self.matrices.items() if "lora_B" in name}
+        with torch.no_grad():
+            for name, matrix in outer.items():
+                generator = torch.Generator(matrix.device)
+                generator.manual_seed(derive_seed("parity", name))
+                matrix.normal_(0, FIRST_SCALE, generator=generator)
+            for _ in range(MAX_DOUBLINGS):
+                changed, _ = _scores(self.policy, rollouts, 1.0)
+                if (changed - clean).abs().mean().item() >= WANTED_CHANGE:
+                    return
+                for matrix in outer.values():
+                    matrix.mul_(2)
         raise RunError(
             "parity",
             "a random adapter does not change what the trainer computes: it is not applied",

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 
 def cap_memory(plan: MemoryPlan, device: torch.device) -> None:
-    """Let torch refuse what lies above the budget, on CUDA."""
+    """Let torch refuse what lies above the budget, on CUDA, and count the run's peak from here."""
     if device.type != "cuda":
         return
+    cuda_memory(device).start_peak()
     sizes, on_vllm = plan.sizes, plan.place.engine == "vllm"
     outside = RUNTIME_BYTES["cuda"] + CODE_BYTES * on_vllm
     unmapped = sizes.kv_cache_bytes if sizes.releases_cache else 0
