@@ -177,6 +177,8 @@ def build_policy(
         cache_dir=cache_root(),
         relayout=kernel_layout(config.quant, engine.name, device),
     )
+    for note in base.report.notes:
+        say(f"note: {note}")
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what packing left behind
     policy = Policy(

@@ -39,6 +39,14 @@ def smollm2_folder() -> Path:
 
 
 @pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """Folder of a random little Llama checkpoint, this test's own."""
+    from checkpoints import save_model
+
+    return save_model(tmp_path / "llama")
+
+
+@pytest.fixture
 def golden() -> Callable[[Path, str], None]:
     """Compare text with a committed file; with QERL_UPDATE_GOLDEN=1 (`make golden`) write it instead."""
 

@@ -23,15 +23,9 @@ from qerl.errors import UserError
 from qerl.quant import checkpoint_writer, packed_cache
 from qerl.quant.base_weights import BaseWeights
 from qerl.quant.checkpoint_reader import Checkpoint
-from qerl.quant.compressed_tensors_format import repack
 from qerl.quant.nvfp4 import ROUNDINGS, pack_nvfp4
 from qerl.quant.packed import dequantize, sqnr_db
-
-
-@pytest.fixture
-def llama(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "llama")
-
+from qerl.quant.packed_files import repack
 
 # ---- what is written ----
 

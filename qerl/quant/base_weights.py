@@ -2,7 +2,7 @@
 
 `BaseWeights.load` streams a checkpoint one fused group at a time, so that memory never holds more than the packed model
 and one dense group. Sources are dense (bf16, fp16, fp32; packed here, for NVFP4 through the disk cache when there is one)
-or already NVFP4 in compressed-tensors' format. The result is the same, bit for bit, with and without the cache.
+or already NVFP4 (compressed-tensors' or ModelOpt's). The result is the same, bit for bit, with and without the cache.
 
 Dtypes: packed matrices as their format has them; RMSNorm weights fp32 (noise of 5e-4 would vanish in bf16); embeddings,
 head and biases in the compute dtype.
@@ -22,11 +22,11 @@ from qerl.errors import UserError
 from qerl.families import FAMILIES, Family
 from qerl.quant import FORMATS
 from qerl.quant.checkpoint_reader import Checkpoint, own_copy
-from qerl.quant.compressed_tensors_format import check_quantization, read_fused
 from qerl.quant.layout import Layout, build_layout, is_norm
 from qerl.quant.nvfp4 import Rounding
 from qerl.quant.packed import PackedWeight
 from qerl.quant.packed_cache import cached_checkpoint
+from qerl.quant.packed_files import check_quantization, read_fused, reading_notes
 from qerl.quant.packing import check_columns, check_tensors, pack_linear
 from qerl.quant.report import LinearReport, PackingReport, require_packed
 
@@ -134,7 +134,8 @@ class BaseWeights:
             reports.append(LinearReport(fused.name, weight.shape, weight.nbytes, sqnr_db))
         tensors = _read_dense(checkpoint, layout, dtype, device)
         linear_reports = require_packed(reports) if cached is None else cached.linears
-        report = PackingReport(linear_reports, _nbytes(tensors))
+        notes = reading_notes(checkpoint, reports)
+        report = PackingReport(linear_reports, _nbytes(tensors), notes)
         family = FAMILIES[config.model_type]
         return cls(config, family, "nvfp4", layout, linears, tensors, report)
 

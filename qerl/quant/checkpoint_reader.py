@@ -19,6 +19,7 @@ from qerl.quant.layout import find_family
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MODELOPT_FILE = "hf_quant_config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 _OTHER_FORMATS = ("*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.npz")
 
@@ -46,8 +47,8 @@ class Checkpoint:
 
     @property
     def quantization(self) -> dict | None:
-        """`quantization_config` of config.json; None for a dense checkpoint."""
-        return self.config_data.get("quantization_config")
+        """`quantization_config` of config.json, or what ModelOpt's own file says; None for a dense checkpoint."""
+        return self.config_data.get("quantization_config") or _modelopt_file(self.folder)
 
     def load_config(self) -> PreTrainedConfig:
         """transformers' config, without `quantization_config`: it describes the model, not the files."""
@@ -104,6 +105,17 @@ def read_config(folder: Path) -> dict:
     if not isinstance(data, dict):
         raise UserError(f"{path}: not a JSON object")
     return data
+
+
+def _modelopt_file(folder: Path) -> dict | None:
+    """hf_quant_config.json in the form of a `quantization_config`. UserError when it is damaged."""
+    path = folder / MODELOPT_FILE
+    if not path.is_file():
+        return None
+    try:
+        return {"quant_method": "modelopt", **json.loads(path.read_text())["quantization"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: damaged; download the model again") from error
 
 
 def find_weight_files(folder: Path) -> tuple[Path, ...]:

@@ -11,10 +11,10 @@ from torch import Tensor
 from qerl.errors import UserError
 from qerl.quant import FORMATS
 from qerl.quant.checkpoint_reader import Checkpoint
-from qerl.quant.compressed_tensors_format import packed_shapes
 from qerl.quant.layout import HEAD, FusedLinear, Layout
 from qerl.quant.nvfp4 import BLOCK_SIZE, Rounding
 from qerl.quant.packed import PackedWeight, decibels, dequantize, squared_sums
+from qerl.quant.packed_files import is_ignored, packed_shapes
 from qerl.quant.report import LinearReport
 
 _NAMES_SHOWN = 4
@@ -27,7 +27,9 @@ def check_tensors(checkpoint: Checkpoint, layout: Layout, *, packed: bool) -> No
 
     Rotary `inv_freq` buffers, and a head that equals the embedding it is tied to, are tolerated.
     """
-    expected = dict(layout.dense) | (packed_shapes(layout) if packed else _dense_shapes(layout))
+    expected = dict(layout.dense) | (
+        packed_shapes(checkpoint, layout) if packed else _dense_shapes(layout)
+    )
     missing = [name for name in expected if name not in checkpoint.names]
     if missing:
         raise UserError(f"{checkpoint.folder}: {_some(missing)} missing from the weight files")
@@ -40,7 +42,7 @@ def check_tensors(checkpoint: Checkpoint, layout: Layout, *, packed: bool) -> No
     unread = sorted(
         name
         for name in checkpoint.names - expected.keys()
-        if not name.endswith("rotary_emb.inv_freq")
+        if not name.endswith("rotary_emb.inv_freq") and not is_ignored(checkpoint, name)
     )
     if layout.tied and HEAD in unread:
         _check_tied_head(checkpoint)

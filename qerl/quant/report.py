@@ -23,6 +23,8 @@ class PackingReport:
 
     linears: tuple[LinearReport, ...]
     dense_nbytes: int
+    notes: tuple[str, ...] = ()
+    """What a user should know of how a packed checkpoint was read"""
 
     @property
     def num_weights(self) -> int:
