@@ -1,13 +1,19 @@
 """Ask a trained policy, or any model, one question: `python -m qerl.sample RUN "prompt"`.
 
-The prompt goes through the run's own template and the run's own engine; --adapter and --model choose others.
+The prompt is asked as the run asked its own: system prompt, examples, template, engine. With --model and no adapter it
+goes as it is.
 """
 
 import sys
+from typing import TYPE_CHECKING
 
 from qerl.cli import ExtraFlag, run_main
 from qerl.errors import UserError
 from qerl.run_arguments import parse_run_arguments
+
+if TYPE_CHECKING:
+    from qerl.config import Config
+    from qerl.tasks.shots import Shot
 
 PROMPT = ExtraFlag("prompt", "The question.", positional=True)
 COUNT = ExtraFlag("count", "How many answers to sample.", takes_value=True, default="1")
@@ -37,12 +43,14 @@ def main(argv: list[str] | None = None) -> int:
 
     source = resolve_model(config.model, config.revision)
     tokenizer = load_tokenizer(source, config.trust_remote_code)
+    system_prompt, shots = (config.prompt.system_prompt, ()) if adapter is None else _asked(config)
     encoded = encode_problems(
         [Problem("prompt", options.prompt, None)],
         tokenizer,
         config.prompt,
-        config.prompt.system_prompt,
+        system_prompt,
         config.rollout.max_prompt_length,
+        shots,
     )
     inference = open_inference(config, source, tokenizer)
     if adapter is not None:
@@ -61,6 +69,21 @@ def main(argv: list[str] | None = None) -> int:
     )
     say("\n---\n".join(printable(text) for text in batch.texts[0]))
     return 0
+
+
+def _asked(config: "Config") -> "tuple[str | None, tuple[Shot, ...]]":
+    """System prompt and examples that the run put before its problems; without its data, what the settings say."""
+    from qerl.metrics import say
+    from qerl.tasks import load_task
+    from qerl.tasks.shots import take_shots
+
+    own = config.prompt.system_prompt
+    try:
+        task, shots = take_shots(load_task(config.task), config.prompt.num_shots)
+    except UserError as error:
+        say(f"note: asked without the task's system prompt and examples: {error}")
+        return own, ()
+    return (task.system_prompt if own is None else own), shots
 
 
 if __name__ == "__main__":

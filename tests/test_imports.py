@@ -56,6 +56,8 @@ ENTRY_POINTS = (
     "sample",
     "plan",
     "compare",
+    "check",
+    "diagnose",
     "report",
     "api",
     "bench",
