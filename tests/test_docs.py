@@ -155,6 +155,7 @@ def test_commands(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         run_tiny(command_lines(block.text), tmp_path)
     elif block.how == "dry":
         monkeypatch.chdir(tmp_path)
+        (tmp_path / "configs").symlink_to(ROOT / "configs")
         for words in command_lines(block.text):
             module, *arguments = as_module(words)
             assert module == "qerl.train", f"only training is dry: {words}"
