@@ -7,6 +7,9 @@ that exists, and that every name pointed to does.
 
 RENAMED: dict[str, str] = {
     # TRL, transformers
+    "num_fewshot": "num_shots",
+    "n_shot": "num_shots",
+    "thinking": "enable_thinking",
     "num_train_epochs": "num_epochs",
     "warmup_steps": "warmup_ratio",
     "model_name_or_path": "model",
