@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import pyarrow.parquet as pq
-
 from qerl.config import Config
 from qerl.figures import Figures, Row, figures_of, is_same, variance
-from qerl.metrics import COMPLETIONS, read_metrics, say
+from qerl.metrics import COMPLETIONS, read_completions, read_metrics, say
 
 LOW_SPREAD = 0.2
 """Share of groups with spread below which most of a batch's work is for nothing."""
@@ -180,13 +178,16 @@ def findings_of_metrics(lines: Sequence[Mapping[str, Any]]) -> list[Finding]:
         text = (
             f"rollout and trainer differ by a factor of {ratio:.4f} a token (mean exp|delta log p|)"
         )
-        if ratio > RATIO_BAD:
-            advice = "they disagree: suspect the engine's adapter, noise that is too large, or a dtype; see docs/objective.md"
+        if ratio > RATIO_WARNING and mean("noise/sigma"):
+            advice = "the noise is part of it; noise.scope off, or smaller sigmas, show how large"
+            findings.append(Finding("warning" if ratio > RATIO_BAD else "fine", text, advice))
+        elif ratio > RATIO_BAD:
+            advice = (
+                "they disagree: suspect the engine's adapter, or a dtype; see docs/objective.md"
+            )
             findings.append(Finding("stop", text, advice))
         elif ratio > RATIO_WARNING:
-            findings.append(
-                Finding("warning", text, "more than rounding and noise explain; watch it")
-            )
+            findings.append(Finding("warning", text, "more than rounding explains; watch it"))
         else:
             findings.append(Finding("fine", text))
     entropy = [line["train/entropy"] for line in lines if line.get("train/entropy") is not None]
@@ -256,7 +257,7 @@ def recent_rows(run_dir: Path, steps: Sequence[int]) -> list[dict[str, Any]]:
     for step in steps:
         path = run_dir / COMPLETIONS / f"{step}.parquet"
         if path.exists():
-            rows += [row for row in pq.read_table(path).to_pylist() if row["kind"] == "train"]
+            rows += [row for row in read_completions(path).to_pylist() if row["kind"] == "train"]
     return rows
 
 

@@ -104,6 +104,8 @@ def test_metrics_in_words() -> None:
     for ratio, kind in ((1.001, "fine"), (1.03, "warning"), (1.2, "stop")):
         kinds = texts_of([line(1, 0.0, **{"sampling/token_mult_prob_error": ratio})])
         assert next(k for text, k in kinds.items() if "exp|delta" in text) == kind
+    noisy = line(1, 0.0, **{"sampling/token_mult_prob_error": 1.2, "noise/sigma": 0.01})
+    assert next(k for text, k in texts_of([noisy]).items() if "exp|delta" in text) == "warning"
     entropy = [line(1, 0.0, entropy=1.0), line(2, 0.0, entropy=0.05)]
     assert any("entropy fell" in text for text in texts_of(entropy))
     assert any(
