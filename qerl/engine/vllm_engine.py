@@ -16,7 +16,6 @@ vLLM is imported when an engine is started, after `require_vllm` has set its env
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +31,7 @@ from qerl.engine.vllm_arguments import (
     llm_arguments,
     sampling_params,
 )
+from qerl.engine.vllm_report import StartTimes, holdings_of
 from qerl.engine.vllm_setup import process_left_alone, require_vllm, shut_down
 from qerl.errors import RunError, UserError
 from qerl.kernels.gemm import check_layout
@@ -43,55 +43,8 @@ from qerl.types import GenerationRequest, NoiseDraw, Rollout, Sampling
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
-    from qerl.engine.vllm_weights import Adoption
-
 _CAUSE_LENGTH = 500
 """Characters of an error of vLLM's that are shown; the whole of it is in the traceback"""
-
-
-@dataclass(frozen=True)
-class Holdings:
-    """Bytes that the engine holds besides its key/value cache."""
-
-    shared: int
-    """The base's own tensors: held once, by both"""
-    doubled: dict[str, int]
-    """Parameters that exist twice, by name"""
-    own: dict[str, int]
-    """The engine's buffers, by name: the adapter in the activations' dtype, rotary tables"""
-
-    def lines(self) -> list[str]:
-        """For people: a summary, then every kind of parameter that exists twice."""
-        kinds: dict[str, int] = {}
-        for name, num_bytes in self.doubled.items():
-            kind = ".".join(part for part in name.split(".") if not part.isdigit())
-            kinds[kind] = kinds.get(kind, 0) + num_bytes
-        return [
-            f"vLLM shares {self.shared:,} bytes of the base with the trainer; {sum(kinds.values()):,} bytes of it exist "
-            f"twice, and {sum(self.own.values()):,} bytes are the engine's own copy of the adapter, and rotary tables",
-            *(f"  twice: {kind}, {num_bytes:,} bytes" for kind, num_bytes in sorted(kinds.items())),
-        ]
-
-
-@dataclass(frozen=True)
-class StartTimes:
-    """Seconds of the engine's start, by phase."""
-
-    import_s: float
-    kernels_s: float
-    """Compiling packed products; kept on disk"""
-    model_s: float
-    """vLLM's configuration, its model, and the adoption"""
-    compile_s: float
-    rest_s: float
-    """Profiling, the key/value cache, warming up, capturing CUDA graphs"""
-
-    def line(self) -> str:
-        """For the terminal."""
-        return (
-            f"vLLM started: kernels {self.kernels_s:.1f} s, import {self.import_s:.1f} s, model {self.model_s:.1f} s, compile {self.compile_s:.1f} s, "
-            f"cache, warm-up and CUDA graphs {self.rest_s:.1f} s"
-        )
 
 
 class VllmEngine:
@@ -132,7 +85,7 @@ class VllmEngine:
         arguments = llm_arguments(policy, options, self.graph_settings)
         _check_layout(policy)
         vllm_ops.offer(
-            policy.base.layout.linears,
+            [fused for fused in policy.base.layout.linears if fused.name in policy.base.linears],
             policy.base.linears,
             policy.dtype,
             batch_invariant=options.batch_invariant,
@@ -159,7 +112,7 @@ class VllmEngine:
         )
         (model,) = self.llm.apply_model(lambda model: model)
         self.adoption.verify(model)
-        self.holdings = _holdings(self.adoption, model)
+        self.holdings = holdings_of(self.adoption, model)
         self.sync(0, None)
 
     @torch.no_grad()
@@ -284,14 +237,6 @@ def _check_layout(policy: Policy) -> None:
     first = next(iter(policy.base.linears.values()))
     if isinstance(first, HummingWeight) and first.device.type == "cuda":
         check_layout(first.device, first.mma)
-
-
-def _holdings(adoption: "Adoption", model: torch.nn.Module) -> Holdings:
-    return Holdings(
-        shared=adoption.base.nbytes,
-        doubled={name: tensor.nbytes for name, tensor in adoption.doubled.items()},
-        own={name: buffer.nbytes for name, buffer in model.named_buffers()},
-    )
 
 
 def _cause(error: Exception) -> str:
