@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from helpers import load_policy, randomize_adapter
+from safetensors.torch import load_file, save_file
 
 from qerl.errors import UserError
 from qerl.evaluate import main
@@ -348,3 +349,16 @@ def test_a_probe_sees_more_than_noise() -> None:
     assert not same.exceeds(same)
     assert shifted.exceeds(same) and diverged.exceeds(same)
     assert not shifted.exceeds(ProbeDifference(0, 0.2))  # an engine that is not deterministic
+
+
+def test_an_adapter_of_another_model_is_one_short_line(adapter, tmp_path: Path) -> None:
+    folder = adapter(0.5)
+    weights = load_file(folder / "adapter_model.safetensors")
+    save_file(
+        {k: v[:, :8].contiguous() for k, v in weights.items()}, folder / "adapter_model.safetensors"
+    )
+    with pytest.raises(
+        UserError, match=r"do not fit this model: size mismatch .* more\)$"
+    ) as raised:
+        main(["--model", "tiny", *TASK, "--adapter", str(folder), "--out", str(tmp_path / "o")])
+    assert len(str(raised.value)) < 600

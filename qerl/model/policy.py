@@ -246,7 +246,11 @@ class Policy:
         try:
             outcome = set_peft_model_state_dict(self.peft_model, weights, adapter_name=ADAPTER)
         except RuntimeError as error:
-            raise UserError(f"{folder}: its matrices do not fit this model: {error}") from error
+            first, *others = [line.strip() for line in str(error).splitlines()[1:]] or [str(error)]
+            more = f" (and {len(others)} more)" if others else ""
+            raise UserError(
+                f"{folder}: its matrices do not fit this model: {first}{more}"
+            ) from error
         missing = [key for key in outcome.missing_keys if "lora_" in key]
         if missing or outcome.unexpected_keys:
             unexpected = list(outcome.unexpected_keys)
