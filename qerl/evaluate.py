@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 
     source = resolve_model(config.model, config.revision)
     tokenizer = load_tokenizer(source, config.trust_remote_code)
-    data = build_data(config, tokenizer)
+    data = build_data(config, tokenizer, for_training=False)
     if data.test is None:
         raise UserError("nothing is held out: set eval_size above 0, or give the task a test split")
     data = replace(data, rewards=with_own_grader(data.rewards, data.task))
