@@ -62,6 +62,8 @@ ENTRY_POINTS = (
     "api",
     "bench",
     "loop",
+    "collect",
+    "update",
     "run",
     "build",
 )
