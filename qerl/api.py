@@ -334,7 +334,7 @@ def _reward_layer(reward_funcs: Reward | Sequence[Reward]) -> Layer:
 
 
 def _fingerprint(function: Callable[..., Any]) -> str:
-    """Eight hex digits of a function's source, so that an edited function is another run."""
+    """Eight hex digits of a function's source, so that config.json says which function it was."""
     try:
         source = inspect.getsource(function)
     except (OSError, TypeError):  # no source: typed at a prompt, or an object

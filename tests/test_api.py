@@ -84,11 +84,11 @@ def test_two_trainings_and_an_evaluation_in_one_process(folder, capsys):
     assert qerl.load_run(run.run_dir).metrics.equals(run.metrics)
 
 
-def test_a_given_folder_continues_and_an_edited_reward_is_another_run(folder):
+def test_a_given_folder_continues_and_another_reward_is_refused(folder):
     settings = {**SMALL, "max_steps": 1, "run_dir": "mine", "eval_size": 0}
     first = qerl.train("tiny", ROWS, low, **settings)
     assert qerl.train("tiny", ROWS, low, **settings).run_dir == first.run_dir
-    with pytest.raises(UserError, match="reward_funcs"):
+    with pytest.raises(UserError, match="rewards"):
         qerl.train(
             "tiny", ROWS, lambda completion_ids, **c: [0.0] * len(completion_ids), **settings
         )

@@ -245,7 +245,7 @@ def test_losses_come_first_and_one_seed_claims_nothing_about_others(folder, tmp_
     (copy / "compare.json").write_text(json.dumps(status))
     intervals = iter([Interval(0.1, 0.05, 0.2)] * 3 + [Interval(-0.1, -0.2, -0.05)] * 3)
     monkeypatch.setattr(
-        "qerl.reporting.comparison.seeds_and_problems_interval", lambda *_, **__: next(intervals)
+        "qerl.reporting.differences.seeds_and_problems_interval", lambda *_, **__: next(intervals)
     )
     lower, higher = read_comparison(copy).sentences
     assert lower.startswith("bf16 against nf4") and "lower by 0.100" in lower

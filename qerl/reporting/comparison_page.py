@@ -9,14 +9,8 @@ from html import escape
 from pathlib import Path
 
 from qerl.reporting.charts import Line, bar_chart, color_of, line_chart, number
-from qerl.reporting.comparison import (
-    EARLY_SHARE,
-    QUANTITIES,
-    ArmRuns,
-    ComparisonReport,
-    Difference,
-    phases_of,
-)
+from qerl.reporting.comparison import ComparisonReport, phases_of
+from qerl.reporting.differences import EARLY_SHARE, QUANTITIES, ArmRuns, Difference
 from qerl.reporting.page import completions_browser, has_points, legend, page, table, write_text
 from qerl.reporting.runs import ACCURACY, UPDATE_SPEED, Points, points, running_mean
 

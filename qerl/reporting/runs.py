@@ -90,13 +90,21 @@ def minutes_until(record: RunRecord, step: int) -> float:
     return sum(_step_seconds(line) for line in record.lines if line["step"] <= step) / 60
 
 
-def problem_scores(record: RunRecord, step: int) -> dict[str, float]:
-    """Problem id -> share of its held-out completions, after `step` updates, to which the first reward gave 1 or more."""
-    scores: dict[str, list[bool]] = {}
+def problem_scores(record: RunRecord, step: int) -> dict[str, float | None]:
+    """Problem id -> share of its held-out completions, after `step` updates, to which the first reward gave 1 or more.
+
+    None for a problem of which no completion was graded: it has no part in the accuracy.
+    """
+    values: dict[str, list[float | None]] = {}
     for row in completion_rows(record, step, "eval"):
         first = next(key for key in row if key.startswith("reward/"))
-        scores.setdefault(row["problem_id"], []).append((row[first] or 0) >= 1)
-    return {id: statistics.fmean(values) for id, values in scores.items()}
+        values.setdefault(row["problem_id"], []).append(row[first])
+    return {
+        id: None
+        if all(value is None for value in found)
+        else statistics.fmean(value is not None and value >= 1 for value in found)
+        for id, found in values.items()
+    }
 
 
 def completion_rows(record: RunRecord, step: int, kind: str | None = None) -> list[dict[str, Any]]:
