@@ -22,6 +22,7 @@ from qerl.reporting.runs import completion_rows
 from qerl.statistics import Interval
 from qerl.train import main as train_main
 
+ROOT = Path(__file__).parent.parent
 REWARD = f"{Path(__file__).parent / 'reward_low_tokens.py'}:low_tokens"
 WORDS = [
     *("--model", "tiny", "--task", "reasoning-gym/chain_sum", "--task.train-size", "32"),
@@ -327,3 +328,11 @@ def test_report_only_and_dry_run(folder, capsys):
 )
 def test_ticks_are_round_and_cover(low, high, ticks):
     assert nice_ticks(low, high) == pytest.approx(ticks)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs").glob("compare-*.toml")), ids=lambda path: path.stem
+)
+def test_the_committed_comparisons_are_whole(path):
+    comparison = planned("--config", str(path))
+    assert len(comparison.runs) == len(comparison.arms) * len(comparison.seeds)
