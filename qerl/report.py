@@ -13,7 +13,7 @@ from qerl.cli import run_main
 from qerl.errors import UserError
 
 USAGE = """\
-python -m qerl.report RUN... [--out FILE.html]
+usage: python -m qerl.report RUN... [--out FILE.html]
 
 Draw a self-contained page about one or several training runs: every metric as a chart, and a completions browser.
 With one run the page is RUN/report.html; a folder of qerl.compare has its own report, which is drawn anew.
