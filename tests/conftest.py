@@ -13,6 +13,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("QERL_CACHE", str(Path(tempfile.gettempdir()) / f"qerl-tests-{os.getuid()}"))
 
+# Before triton is imported, by whomever: parts of it are made for a GPU or for its interpreter when it is.
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 GOLDEN = Path(__file__).parent / "golden"
 
 

@@ -1,6 +1,5 @@
 """The adapter beside a packed product: Triton's kernels (in its CPU interpreter where there is no GPU) against float64."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -25,9 +24,6 @@ CASES = [
     ((80, 80), 48, 64, 33, 2),
     ((576, 192, 192), 576, 32, 2, 32),
 ]
-
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 On a GPU the Triton kernels run there; without one they run in Triton's interpreter, bit for bit the same checks.
 """
 
-import os
 from pathlib import Path
 
 import pytest
@@ -30,9 +29,6 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 INSTRUCTIONS = ("wgmma", "mma")
 SHAPES = ((64, 64), (576, 576), (192, 1536), (100, 48), (1, 16))
-
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # before qerl.kernels.triton_expand is imported
 
 
 @pytest.fixture(scope="module")

@@ -84,6 +84,7 @@ def add_adapter(y: Tensor, x: Tensor, a: Tensor, b: Tensor, member_rows: tuple[i
 
 
 def gate(y: Tensor) -> Tensor:
-    """silu(gate) * up [M, N/2] of y = [gate, up] [M, N]."""
+    """silu(gate) * up [M, N/2] of y = [gate, up] [M, N]; in fp32, rounded once."""
+    high = torch.promote_types(y.dtype, torch.float32)
     first, second = y.chunk(2, dim=1)
-    return functional.silu(first) * second
+    return (functional.silu(first.to(high)) * second.to(high)).to(y.dtype)

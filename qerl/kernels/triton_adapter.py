@@ -134,7 +134,7 @@ def grow_gated(
 ) -> Tensor:
     """silu(gate) * up [M, N/2] of y = [gate, up] [M, N] with the adapter added; arguments as in `grow`; y stays as it is.
 
-    Rounded where the trainer rounds: gate, up, silu(gate) and the product.
+    Rounded where the trainer rounds: gate, up and the product.
     """
     check_members(parts.shape[2], b, member_rows)
     if len(member_rows) != 2 or member_rows[0] != member_rows[1]:
@@ -305,7 +305,7 @@ def _grow_gated(
     gate = (gate.to(tl.float32) + delta).to(dtype).to(tl.float32)
     delta = tl.dot(down_up.to(dtype), b_up, input_precision="ieee")
     up = (up.to(tl.float32) + delta).to(dtype).to(tl.float32)
-    activated = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    activated = gate / (1 + tl.exp(-gate))
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
     tl.store(out + long_token * half + row[None, :], (activated * up).to(dtype), mask=inside)

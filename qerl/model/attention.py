@@ -1,8 +1,8 @@
 """Causal attention for packed rows and for decoding, behind transformers' attention interface.
 
-Packed: [1, heads, T, head_dim] holds rows end to end. They are laid out right-padded, [B, L]. Where no row has several
-branches plain causal attention is exact: a real token never sees a pad, which stands to its right, and what pads
-compute is dropped. Branches that share a prefix need a mask.
+Packed: [1, heads, T, head_dim] holds rows end to end. On a GPU flash attention takes them as they are (varlen.py). Elsewhere
+they are laid out right-padded, [B, L]: where no row has several branches plain causal attention is exact, for a real
+token never sees a pad, which stands to its right, and what pads compute is dropped; branches that share a prefix need a mask.
 Decoding: one new token a row against that row's cache, with an explicit [B, 1, 1, L] mask.
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from qerl.model.varlen import DTYPES, VarlenLayout
 from qerl.types import Row
 
 ATTENTION_NAME = "qerl_packed"
@@ -52,6 +53,29 @@ class PackedLayout:
             row_length=row_length,
             mask=_branch_mask(rows, row_length).to(device) if branched else None,
         )
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """[T, Hq, D], [T, Hkv, D], [T, Hkv, D] -> [T, Hq, D]."""
+        query, key, value = (pad(t, self) for t in (query, key, value))
+        output = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=self.mask,
+            is_causal=self.mask is None,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return unpad(output, self)
+
+
+def layout_for(
+    rows: Sequence[Row], device: torch.device, dtype: torch.dtype
+) -> PackedLayout | VarlenLayout:
+    """How the packed rows attend on this device."""
+    if device.type == "cuda" and dtype in DTYPES:
+        return VarlenLayout.of(rows, device)
+    return PackedLayout.of(rows, device)
 
 
 def _branch_mask(rows: Sequence[Row], row_length: int) -> Tensor:
@@ -116,25 +140,23 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    layout: PackedLayout | None = None,
+    layout: PackedLayout | VarlenLayout | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface; q [B, Hq, Lq, D], k and v [B, Hkv, Lk, D] -> ([B, Lq, Hq, D], None)."""
     if (layout is None) == (attention_mask is None):
         raise ValueError("attention needs either a packed layout or a mask")
     if layout is not None:
-        query, key, value = (pad(t[0].transpose(0, 1), layout) for t in (query, key, value))
+        query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
+        return layout.attend(query, key, value, scaling)[None], None
     output = F.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=attention_mask if layout is None else layout.mask,
-        is_causal=layout is not None and layout.mask is None,
+        attn_mask=attention_mask,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    if layout is not None:
-        return unpad(output, layout)[None], None
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -5,8 +5,11 @@
 W' = codes x block scales is exact in bf16; dequant_scale is a factor of the product (the GEMM's alpha), as in the
 engines' kernels, so rollout and trainer differ only by accumulation order. The base is never trained: backward gives
 dX = (dY W') * dequant_scale + ... and expands W' again. Saved are the packed weight, x, x A^T and the adapter in the
-activations' dtype: nothing dense, nothing in fp32. Scales and sums ride on GEMMs, so no pass over the wide activations
-is spent on them.
+activations' dtype: nothing dense, nothing in fp32. A layer that is recomputed expands W' once for recomputation and
+backward: it is saved too (`keeps_expanded`), which checkpointing drops in the first pass and keeps in the second.
+
+The narrow products of the adapter are made first and the wide product is added to them inside its GEMM, so that no pass
+over the wide activations is spent on sums or scales.
 
 PEFT accepts a subclass of nn.Linear with in/out_features, bias and a `weight`; the packed codes stand in for it as a
 non-persistent uint8 buffer, so PEFT can find the device but can neither cast, save nor merge it.
@@ -42,37 +45,46 @@ class _FrozenLinear(torch.autograd.Function):
         a: Tensor | None,
         b: Tensor | None,
         scaling: float,
+        keeps_expanded: bool,
     ) -> Tensor:
-        y = frozen_product(x, expand(weight, x.dtype), scale, bias)
+        expanded = expand(weight, x.dtype)
         ctx.weight, ctx.scale, ctx.scaling = weight, scale, scaling
-        if a is not None and b is not None:
-            down = x @ a.t()
-            y.addmm_(down, b.t(), alpha=scaling)
-            ctx.save_for_backward(x, down, a, b)
+        kept = expanded if keeps_expanded else None
+        if a is None or b is None:
+            ctx.save_for_backward(kept)
+            return frozen_product(x, expanded, scale, bias)
+        down = x @ a.t()
+        y = frozen_product(down, b, scaling, bias)
+        y.addmm_(x, expanded.t(), alpha=scale)
+        ctx.save_for_backward(kept, x, down, a, b)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept, *adapted = ctx.saved_tensors
         grad_x = grad_a = grad_b = None
-        if ctx.needs_input_grad[0]:
-            expanded = expand(ctx.weight, grad.dtype)
-            grad_x = torch.addmm(grad.new_empty(1), grad, expanded, beta=0, alpha=ctx.scale)
-        saved = ctx.saved_tensors
-        if saved:
-            x, down, a, b = saved
+        if adapted:
+            x, down, a, b = adapted
             grad_down = (grad @ b).mul_(ctx.scaling)
             grad_a = grad_down.t() @ x
             grad_b = (grad.t() @ down).mul_(ctx.scaling)
-            if grad_x is not None:
-                grad_x.addmm_(grad_down, a)
-        return grad_x, None, None, None, grad_a, grad_b, None
+            if ctx.needs_input_grad[0]:
+                grad_x = grad_down @ a
+        if ctx.needs_input_grad[0]:
+            expanded = expand(ctx.weight, grad.dtype) if kept is None else kept
+            if grad_x is None:
+                grad_x = torch.addmm(grad.new_empty(1), grad, expanded, beta=0, alpha=ctx.scale)
+            else:
+                grad_x.addmm_(grad, expanded, alpha=ctx.scale)
+        return grad_x, None, None, None, grad_a, grad_b, None, None
 
 
 class FrozenLinear(nn.Linear):
     """nn.Linear [N, K] whose weight is packed and never trained.
 
-    `expanded` holds W' [N, K] for the length of a rollout phase when the policy chose to (`Policy.expanded`).
+    `expanded` holds W' [N, K] for the length of a rollout phase when the policy chose to (`Policy.expanded`);
+    `keeps_expanded` says that the layer is recomputed in backward.
     """
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None):
@@ -81,6 +93,7 @@ class FrozenLinear(nn.Linear):
         self.packed = packed
         self.scale = 1.0 if packed.dequant_scale is None else packed.dequant_scale.item()
         self.expanded: Tensor | None = None
+        self.keeps_expanded = False
         first = next(iter(packed.tensors().values()))
         self.register_buffer("weight", first.view(torch.uint8), persistent=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
@@ -92,7 +105,9 @@ class FrozenLinear(nn.Linear):
         """The base's output plus scaling * (x A^T) B^T; x [..., K] -> [..., N]."""
         flat = x.reshape(-1, self.in_features)
         if self.expanded is None or torch.is_grad_enabled():
-            y = _FrozenLinear.apply(flat, self.packed, self.scale, self.bias, a, b, scaling)
+            y = _FrozenLinear.apply(
+                flat, self.packed, self.scale, self.bias, a, b, scaling, self.keeps_expanded
+            )
         else:
             y = frozen_product(flat, self.expanded, self.scale, self.bias)
             if a is not None and b is not None:

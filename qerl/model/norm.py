@@ -4,9 +4,9 @@ The engine computes it the same way, and a weight in fp32 can carry noise far be
 transformers' own norm rounds before the multiply with the weight.
 """
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from qerl.model.fused import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -18,5 +18,4 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        high = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(high), self.weight.shape, self.weight.to(high), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)

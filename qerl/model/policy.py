@@ -23,7 +23,8 @@ from qerl.algo.noise import noisy_weight
 from qerl.config import LoraConfig
 from qerl.errors import UserError
 from qerl.kernels import expand
-from qerl.model.attention import PackedLayout, register
+from qerl.model.attention import layout_for, register
+from qerl.model.blocks import GatedMlp, SelfAttention
 from qerl.model.frozen_linear import FrozenLinear, LoraLinear
 from qerl.model.logprobs import chunked_logprobs
 from qerl.model.norm import RMSNorm
@@ -55,6 +56,9 @@ def build_decoder(base: BaseWeights, model_name: str) -> PreTrainedModel:
         elif hasattr(module, "variance_epsilon"):
             eps = cast(float, module.variance_epsilon)
             setattr(owner, leaf, RMSNorm(base.tensors[f"{name}.weight"], eps))
+    for layer in model.model.layers:
+        layer.self_attn = SelfAttention(layer.self_attn)
+        layer.mlp = GatedMlp(layer.mlp)
     model.model.embed_tokens.weight = embedding
     head = base.tensors.get("lm_head.weight")
     model.lm_head.weight = embedding if head is None else nn.Parameter(head, requires_grad=False)
@@ -160,7 +164,7 @@ class Policy:
 
     def logprobs(self, batch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
         """[C] log-probabilities of the scored tokens, differentiable in the adapter, and [C] entropies."""
-        layout = PackedLayout.of(batch.rows, self.device)
+        layout = layout_for(batch.rows, self.device, self.dtype)
         self.decoder.train(self.recomputes and torch.is_grad_enabled())
         hidden = self.decoder(
             input_ids=batch.token_ids[None],
@@ -197,10 +201,16 @@ class Policy:
             parameter.copy_(value)
 
     def enable_recomputation(self) -> None:
-        """Keep only each layer's input in forward and recompute the rest in backward."""
+        """Keep only each layer's input in forward and recompute the rest in backward.
+
+        Matrices that are expanded for the recomputation are kept until the layer's backward has used them.
+        """
         self.causal_model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}
         )
+        for module in self.causal_model.modules():
+            if isinstance(module, FrozenLinear):
+                module.keeps_expanded = True
 
     @contextmanager
     def noise(self, draw: NoiseDraw | None) -> Iterator[None]:
