@@ -546,3 +546,19 @@ def test_total_rewards() -> None:
     (row,) = total_rewards([result], specs)
     assert row[:2] == [2.0, 2.0]
     assert math.isnan(row[2]) and math.isnan(row[3])
+
+
+def test_a_long_first_rollout_is_not_a_slow_reward(tmp_path: Path) -> None:
+    """Nobody listens to the workers while the model samples; that time is not theirs."""
+    specs = resolve_rewards(
+        [
+            write_rewards(tmp_path, "def f(completions):\n    return [1.0] * len(completions)")
+            + ":f"
+        ],
+        (),
+        make_task(),
+    )
+    with RewardPool(specs, 1, TIMEOUT_S) as pool:
+        for worker in pool._workers:
+            worker.deadline = time.monotonic() - 1
+        assert pool.score([make_call(["a"])])[0].values == {"f": [1.0]}

@@ -99,6 +99,9 @@ class RewardPool:
         than `max_failure_share` of the samples have a function that failed (at once: the rest may take long to fail).
         """
         board = Board(calls, self._specs)
+        for worker in self._workers:
+            if worker.loading:
+                worker.restart_clock(LOAD_TIMEOUT_S)
         queue = deque(board.jobs())
         try:
             while queue or any(self._jobs):

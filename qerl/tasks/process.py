@@ -48,11 +48,16 @@ class WorkerProcess:
         """Until the first reply: the functions are not there yet."""
         self.inbox = bytearray()
         self.send(setup, LOAD_TIMEOUT_S)
+        self.write()  # it loads while the trainer is busy with the model
 
     def send(self, body: bytes, timeout_s: float) -> None:
         """Queue a message for `write`; the clock of its reply runs from now."""
         self.outbox = memoryview(encode_message(body))
         self.deadline: float | None = time.monotonic() + timeout_s
+
+    def restart_clock(self, timeout_s: float) -> None:
+        """Let the time for the reply run from now: nobody listened until now."""
+        self.deadline = time.monotonic() + timeout_s
 
     def write(self) -> None:
         """Send what the pipe takes. A closed pipe is left for `read` to find."""
