@@ -38,11 +38,20 @@ def execute(path: Path, tiny: bool) -> nbformat.NotebookNode:
 
 
 def tidy(notebook: nbformat.NotebookNode) -> None:
-    """Leave out what differs from run to run and says nothing: execution times, and outputs of standard error."""
+    """Leave out what says nothing (execution times, standard error); what was printed is one output, not one a line."""
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
-        if cell.cell_type == "code":
-            cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr"]
+        if cell.cell_type != "code":
+            continue
+        outputs: list[nbformat.NotebookNode] = []
+        for output in cell.outputs:
+            if output.get("name") == "stderr":
+                continue
+            if output.get("name") == "stdout" and outputs and outputs[-1].get("name") == "stdout":
+                outputs[-1].text += output.text
+            else:
+                outputs.append(output)
+        cell.outputs = outputs
 
 
 def main(words: list[str]) -> int:
