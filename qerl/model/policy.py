@@ -208,6 +208,7 @@ class Policy:
         self.causal_model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}
         )
+        self.recomputes = True
         for module in self.causal_model.modules():
             if isinstance(module, FrozenLinear):
                 module.keeps_expanded = True
