@@ -197,12 +197,13 @@ def _update_parts(
 ) -> list[Part]:
     dims, c = dims_of(layout), dtype.itemsize
     tokens = microbatch_tokens(config, longest_prompt, sizes.max_tokens_per_microbatch)
-    widths = 2 * dims.hidden + 3 * dims.query + 2 * dims.key + 4 * dims.intermediate
-    of_layer = c * (widths + 7 * config.lora.lora_r) + 8 * dims.hidden
+    of_layer = _kept_of_layer(dims, device_type, c) + 7 * c * config.lora.lora_r
     if recomputes(config, device_type):
         kept = tokens * (dims.num_layers * c * dims.hidden + of_layer)
+        dense = _layer_weights(layout)
     else:
         kept = tokens * dims.num_layers * of_layer
+        dense = _largest_matrix(layout)
     scored = tokens * config.rollout.max_completion_length
     scored //= longest_prompt + config.rollout.max_completion_length
     chunk = min(CHUNK_BYTES, scored * dims.vocab * 4)
@@ -211,8 +212,20 @@ def _update_parts(
         Part("activations", kept, "update"),
         Part("logits chunk", 5 * chunk // 2, "update"),
         *_head_copy(dims, device_type, dtype, "update"),
-        Part("one layer, dense", _largest_matrix(layout) * c + flowing, "update"),
+        Part("one layer, dense", dense * c + flowing, "update"),
     ]
+
+
+def _kept_of_layer(dims: Dims, device_type: str, itemsize: int) -> int:
+    """Bytes a token that one layer's forward keeps for backward, the adapter's aside."""
+    if (
+        device_type == "cuda"
+    ):  # qerl.model.fused: a chain of element-wise operations keeps its inputs only
+        widths = 4 * dims.hidden + 2 * dims.query + 2 * dims.key + 3 * dims.intermediate
+        return itemsize * widths
+    widths = 2 * dims.hidden + 3 * dims.query + 2 * dims.key + dims.intermediate
+    in_fp32 = 2 * dims.hidden + 3 * dims.intermediate
+    return itemsize * widths + 4 * in_fp32
 
 
 def _head_copy(dims: Dims, device_type: str, dtype: torch.dtype, phase: Phase) -> list[Part]:
@@ -226,6 +239,11 @@ def _expanded_bytes(config: Config, layout: Layout, dtype: torch.dtype) -> int:
     if config.quant == "bf16" and dtype == torch.bfloat16:
         return 0
     return sum(fused.num_weights for fused in layout.linears) * dtype.itemsize
+
+
+def _layer_weights(layout: Layout) -> int:
+    """Weights of one decoder layer's matrices: recomputation holds them dense until backward has used them."""
+    return sum(f.num_weights for f in layout.linears if f.name.startswith("model.layers.0."))
 
 
 def _largest_matrix(layout: Layout) -> int:
