@@ -4,10 +4,12 @@
                          optimizer.safetensors, state.json                 the rest of the training state
                          manifest.json                                     size and sha256 of every other file
     RUN/adapter/                                                           copy of the newest checkpoint's adapter
+    RUN/best/                                                              copy of the best one's, if one is scored
 
 A process can be killed at any instant. A checkpoint is written in `checkpoints/.tmp-STEP` and only a finished one is
-renamed to `checkpoints/STEP`, so what stands there is whole; the manifest catches what happens to it later (a cut
-copy, a failing disk). Older ones are deleted only after the new one is in place.
+renamed to `checkpoints/STEP`, so what stands there is whole; the manifest, which has a checksum of its own, catches
+what happens to it later (a cut copy, a failing disk). Older ones are deleted only after the new one is in place, and
+the best one never: which it is stands in the manifests, nowhere else, so it cannot get out of step with them.
 
 `adapter/` must be loadable at every instant, also while it is replaced and on file systems without symbolic links.
 So it appears by one rename, and later its files are replaced one by one, each by a rename. In between it has a new
@@ -16,7 +18,6 @@ configuration beside old weights, which differ in nothing that matters: within a
 Tensors are stored with safetensors and the rest as JSON. Nothing is pickled.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -30,10 +31,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qerl.errors import UserError
+from qerl.errors import RunError, UserError
+from qerl.manifest import Score, damage, read_manifest, write_manifest
 
 GIB = 2**30
-MANIFEST = "manifest.json"
+ADAPTER = "adapter"
+BEST = "best"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 TMP_PREFIX = ".tmp-"
@@ -70,12 +73,14 @@ def save_checkpoint(
     optimizer_tensors: dict[str, Tensor],
     state: dict[str, Any],
     save_total_limit: int,
+    score: Score | None = None,
 ) -> Path:
     """Write checkpoint `step`, refresh `adapter/`, delete the oldest beyond `save_total_limit`; return its folder.
 
     `write_adapter(folder)` writes the adapter in PEFT's format (`save_pretrained`), about `adapter_bytes`. `state` is
-    JSON. If a whole checkpoint of this step exists it is kept. Raises UserError if there is not enough disk space or
-    a file cannot be written; the checkpoints and `adapter/` are then as they were.
+    JSON. With a `score`, the best checkpoint by that metric is kept too and `best/` is its adapter. If a whole
+    checkpoint of this step exists it is kept. Raises RunError if there is not enough disk space or a file cannot be
+    written; the checkpoints and `adapter/` are then as they were.
     """
     run_dir = Path(run_dir)
     folder = run_dir / "checkpoints"
@@ -92,16 +97,20 @@ def save_checkpoint(
             adapter_files = sorted(path.name for path in aside.iterdir())
             save_file(optimizer_tensors, aside / OPTIMIZER)
             (aside / STATE).write_text(json.dumps(state, indent=1))
-            _write_manifest(aside, step, adapter_files)
+            write_manifest(aside, step, adapter_files, score)
             _put_in_place(aside, target)
         refresh_adapter(run_dir, target)
-    except (OSError, SafetensorError) as error:
+        best = find_best_checkpoint(run_dir, score.metric) if score else None
+        if best is not None and best[0].path == target:
+            refresh_adapter(run_dir, target, BEST)
+        _prune(folder, save_total_limit, None if best is None else best[0].path)
+    except (OSError, SafetensorError, UserError) as error:
         _remove_after_failure(run_dir)
-        raise UserError(
+        raise RunError(
+            "checkpoint",
             f"cannot save checkpoint {step} in {folder}: {error}. Earlier checkpoints are intact; "
-            "make room or fix the folder, then run the same command to continue"
+            "make room or fix the folder, then give the same command to continue",
         ) from error
-    _prune(folder, save_total_limit)
     return target
 
 
@@ -116,13 +125,27 @@ def find_latest_checkpoint(run_dir: Path) -> tuple[CheckpointInfo | None, tuple[
     return None, tuple(notes)
 
 
+def find_best_checkpoint(run_dir: Path, metric: str) -> tuple[CheckpointInfo, float] | None:
+    """The whole checkpoint with the highest score by `metric`, the earliest of equals, and its score; None: no such."""
+    best = None
+    for step, path in reversed(_numbered(Path(run_dir) / "checkpoints")):
+        if damage(path) is not None:
+            continue
+        score = read_manifest(path)["score"]
+        if score is None or score["metric"] != metric:
+            continue
+        if best is None or score["value"] > best[1]:
+            best = CheckpointInfo(step, path), score["value"]
+    return best
+
+
 def checkpoint_at(path: Path) -> CheckpointInfo:
     """The checkpoint in folder `path`; raises UserError if it is not a whole one."""
     path = Path(path)
     problem = damage(path)
     if problem is not None:
         raise UserError(f"{path} is not a whole checkpoint: {problem}")
-    return CheckpointInfo(json.loads((path / MANIFEST).read_text())["step"], path)
+    return CheckpointInfo(read_manifest(path)["step"], path)
 
 
 def load_checkpoint(info: CheckpointInfo) -> Checkpoint:
@@ -135,10 +158,10 @@ def load_checkpoint(info: CheckpointInfo) -> Checkpoint:
     )
 
 
-def refresh_adapter(run_dir: Path, checkpoint: Path) -> None:
-    """Make `adapter/` the adapter of the checkpoint in folder `checkpoint`."""
-    adapter = Path(run_dir) / "adapter"
-    names = json.loads((checkpoint / MANIFEST).read_text())["adapter_files"]
+def refresh_adapter(run_dir: Path, checkpoint: Path, name: str = ADAPTER) -> None:
+    """Make `adapter/` (or `best/`) the adapter of the checkpoint in folder `checkpoint`."""
+    adapter = Path(run_dir) / name
+    names = read_manifest(checkpoint)["adapter_files"]
     first_time = not adapter.exists()
     aside = adapter.with_name(TMP_PREFIX + adapter.name) if first_time else adapter
     aside.mkdir(exist_ok=True)
@@ -151,28 +174,6 @@ def refresh_adapter(run_dir: Path, checkpoint: Path) -> None:
     if first_time:
         aside.rename(adapter)
     flush_to_disk(adapter.parent)
-
-
-def damage(path: Path) -> str | None:
-    """What is wrong with the checkpoint in folder `path`; None if every file is as the manifest says."""
-    if not (path / MANIFEST).is_file():
-        return f"it has no {MANIFEST}"
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        step, files = manifest["step"], manifest["files"]
-        expected = {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return f"its {MANIFEST} cannot be read"
-    if path.name.isdecimal() and path.name != str(step):
-        return f"it is checkpoint {step}, renamed"
-    for name, (size, sha256) in expected.items():
-        if not (path / name).is_file():
-            return f"{name} is missing"
-        if (actual := (path / name).stat().st_size) != size:
-            return f"{name} has {actual} of {size} bytes"
-        if _sha256(path / name) != sha256:
-            return f"the bytes of {name} have changed"
-    return None
 
 
 def set_aside_after(run_dir: Path, step: int) -> tuple[str, ...]:
@@ -203,10 +204,11 @@ def remove_unfinished(run_dir: Path) -> None:
     """Delete what a killed process left half written. Only for the process that holds the run's lock."""
     for path in (Path(run_dir) / "checkpoints").glob(f"{TMP_PREFIX}*"):
         shutil.rmtree(path)
-    for path in Path(run_dir).glob(f"{TMP_PREFIX}adapter*"):
-        shutil.rmtree(path)
-    for path in (Path(run_dir) / "adapter").glob(f"{TMP_PREFIX}*"):
-        path.unlink()
+    for name in (ADAPTER, BEST):
+        for path in Path(run_dir).glob(f"{TMP_PREFIX}{name}"):
+            shutil.rmtree(path)
+        for path in (Path(run_dir) / name).glob(f"{TMP_PREFIX}*"):
+            path.unlink()
 
 
 def write_json_atomically(path: Path, value: Any) -> None:
@@ -227,15 +229,6 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write_manifest(folder: Path, step: int, adapter_files: list[str]) -> None:
-    files = {
-        path.name: {"size": path.stat().st_size, "sha256": _sha256(path)}
-        for path in sorted(folder.iterdir())
-    }
-    manifest = {"step": step, "adapter_files": adapter_files, "files": files}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
-
-
 def _put_in_place(aside: Path, target: Path) -> None:
     for path in aside.iterdir():
         flush_to_disk(path)
@@ -246,12 +239,13 @@ def _put_in_place(aside: Path, target: Path) -> None:
     flush_to_disk(target.parent)
 
 
-def _prune(folder: Path, save_total_limit: int) -> None:
-    """Keep the newest `save_total_limit` whole checkpoints; delete everything older than the oldest of them."""
+def _prune(folder: Path, save_total_limit: int, best: Path | None) -> None:
+    """Keep the newest `save_total_limit` whole checkpoints and the best; delete all else that is older than those."""
     num_whole = 0
     for _, path in _numbered(folder):
         if num_whole >= save_total_limit:
-            shutil.rmtree(path)
+            if path != best:
+                shutil.rmtree(path)
         elif damage(path) is None:
             num_whole += 1
 
@@ -268,8 +262,3 @@ def _numbered(folder: Path) -> list[tuple[int, Path]]:
     """Checkpoint folders, newest first."""
     paths = folder.iterdir() if folder.is_dir() else ()
     return sorted(((int(p.name), p) for p in paths if p.name.isdecimal()), reverse=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -263,8 +263,6 @@ class Config(Section):
     """Cap on all the memory the process takes; default: what is free less a reserve."""
     parity: Literal["auto", "always", "never"] = "auto"
     """Compare trainer and engine when a run starts, and stop if they disagree. auto: with the vLLM engine."""
-    parity: Literal["auto", "always", "never"] = "auto"
-    """Compare trainer and engine when a run starts, and stop if they disagree. auto: with the vLLM engine."""
     task: TaskConfig = TaskConfig()
     prompt: PromptConfig = PromptConfig()
     reward: RewardConfig = RewardConfig()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from qerl.errors import RunError, UserError
+from qerl.heartbeat import entered
 from qerl.memory import is_out_of_memory
 
 ERROR_LOG = "error.log"
@@ -28,9 +29,13 @@ LESS_MEMORY = {
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Turn whatever is raised inside into a RunError of this phase, unless it already is one or a UserError."""
+    """Turn whatever is raised inside into a RunError of this phase, unless it already is one or a UserError.
+
+    The watchdog knows the phase while it lasts.
+    """
     try:
-        yield
+        with entered(name):
+            yield
     except (UserError, RunError):
         raise
     except Exception as error:

@@ -27,8 +27,8 @@ from qerl.update import stop_if_stuck, update
 def train(run: Run) -> None:
     """Run all steps that are left, with evaluations, checkpoints and metrics."""
     config = run.config
-    if run.first_step == 0:
-        evaluate(run, step=0)
+    if run.owes_evaluation():
+        evaluate(run, step=run.first_step)
     for step in range(run.first_step, run.num_steps):
         timer = PhaseTimer()
         noise = noise_at(step, run.num_steps, config.seed, config.noise)
@@ -66,7 +66,7 @@ def train(run: Run) -> None:
         stop_if_stuck(run, done)
         if run.is_due(done, config.log.eval_steps) or done == run.num_steps:
             evaluate(run, step=done)
-        if run.is_due(done, config.log.save_steps) or done == run.num_steps or run.stop_requested:
+        if run.should_save(done):
             run.save(done)
         if run.stop_requested:
             return None

@@ -5,16 +5,17 @@
 
 The local files are the record and always written; wandb and TensorBoard get the same numbers beside them. A run that
 continues at step S first drops what lies beyond S, which a killed process wrote after its last checkpoint, so no step
-appears twice. Functions here return text; `say` alone writes it to stdout.
+appears twice. (wandb cannot forget: steps that were done twice have two points there, equal where the run repeats
+itself bit for bit.) Functions here return text; `say` alone writes it to stdout.
 """
 
 import io
 import json
 import math
 import os
+import shutil
 import sys
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,13 +28,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from qerl.checkpoint import TMP_PREFIX, flush_to_disk
 from qerl.errors import UserError
 from qerl.failures import phase
+from qerl.trackers import open_tracker
 
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions"
-WANDB_ID = "wandb_id"
-TMP_PREFIX = ".tmp-"
 PHASES = ("rollout", "reward", "update")
 COLUMN_TYPES = {
     "problem_id": pa.string(),
@@ -66,11 +67,12 @@ class MetricsWriter:
         """Continue the folder's files after step `resume_step` (None: a run from the start, nothing is kept).
 
         `config` is shown by the tracker. Raises UserError if the tracker's package is missing or refuses to start.
+        `notes` says what of the files could not be read and is therefore left out.
         """
         self.run_dir = Path(run_dir)
         self.num_nonfinite = 0
-        self._tracker = _open_tracker(report_to, self.run_dir, config or {}, resume_step)
-        truncate_after(self.run_dir, -1 if resume_step is None else resume_step)
+        self._tracker = open_tracker(report_to, self.run_dir, config or {}, resume_step)
+        self.notes = truncate_after(self.run_dir, -1 if resume_step is None else resume_step)
         self._file = (self.run_dir / METRICS).open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -92,10 +94,13 @@ class MetricsWriter:
         path.parent.mkdir(exist_ok=True)
         table = _completions_table([{**row, "kind": kind} for row in rows])
         if path.exists():
-            table = pa.concat_tables([pq.read_table(path), table], promote_options="default")
+            table = pa.concat_tables([read_completions(path), table], promote_options="default")
         aside = path.with_name(TMP_PREFIX + path.name)
         pq.write_table(table, aside)
+        flush_to_disk(aside)
         os.replace(aside, path)
+        if self._tracker is not None:
+            self._tracker.log_completions(step, rows, kind)
         return path
 
     def close(self) -> None:
@@ -106,22 +111,70 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; one that was cut short by a kill is left out. Empty if there is no file."""
+    """The lines of metrics.jsonl; a last one that was cut short by a kill is left out. Empty if there is no file.
+
+    Raises UserError for a line that is damaged.
+    """
     path = Path(run_dir) / METRICS
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
+    lines = _whole_lines(path)
+    parsed = [_parse_metrics(line) for line in lines]
+    for number, line in enumerate(parsed, start=1):
+        if line is None:
+            raise UserError(
+                f"{path}, line {number} is damaged; delete it, or continue the run, which leaves it out"
+            )
+    return [line for line in parsed if line is not None]
 
 
-def truncate_after(run_dir: Path, step: int) -> None:
-    """Drop metrics and completions of steps later than `step`, and whatever is half written."""
-    kept = [line for line in read_metrics(run_dir) if line["step"] <= step]
+def read_completions(path: Path) -> pa.Table:
+    """A step's completions table. Raises UserError if it is damaged."""
+    try:
+        return pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(
+            f"{path} cannot be read ({error}); delete it to go on without it"
+        ) from error
+
+
+def truncate_after(run_dir: Path, step: int) -> tuple[str, ...]:
+    """Drop metrics and completions of steps later than `step`, and whatever is half written.
+
+    Damaged lines among those that stay are left out too, which is said; the file as it was is kept beside.
+    """
     path = Path(run_dir) / METRICS
+    parsed = [_parse_metrics(line) for line in _whole_lines(path)]
+    kept = [line for line in parsed if line is not None and line["step"] <= step]
+    notes = ()
+    if num_damaged := parsed.count(None):
+        copy = path.with_name(f"{METRICS}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
+        shutil.copyfile(path, copy)
+        notes = (f"{num_damaged} damaged lines of {path} are left out; the file as it was: {copy}",)
     aside = path.with_name(TMP_PREFIX + path.name)
     aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    flush_to_disk(aside)
     os.replace(aside, path)
     for table in (Path(run_dir) / COMPLETIONS).glob("*.parquet"):
         if not table.stem.isdecimal() or int(table.stem) > step:
             table.unlink()
+    return notes
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [line for line in lines if line.endswith(b"\n")]
+
+
+def _parse_metrics(line: bytes) -> dict[str, Any] | None:
+    """None unless it is a step's: an object of numbers (or null) with a whole `step`."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    numbers = isinstance(value, dict) and all(
+        item is None or (isinstance(item, int | float) and not isinstance(item, bool))
+        for item in value.values()
+    )
+    return value if numbers and isinstance(value.get("step"), int) else None
 
 
 class PhaseTimer:
@@ -233,74 +286,3 @@ def _completions_table(rows: Sequence[dict[str, Any]]) -> pa.Table:
         for name in names
     }
     return pa.table(columns)
-
-
-def _open_tracker(
-    report_to: str, run_dir: Path, config: dict[str, Any], resume_step: int | None
-) -> "_Wandb | _TensorBoard | None":
-    match report_to:
-        case "none":
-            return None
-        case "wandb":
-            return _Wandb(run_dir, config)
-        case "tensorboard":
-            return _TensorBoard(run_dir, resume_step)
-    raise ValueError(f"unknown tracker {report_to!r}")
-
-
-class _Wandb:
-    """One wandb run for one run folder, however often it is resumed: its id is kept in the folder."""
-
-    def __init__(self, run_dir: Path, config: dict[str, Any]):
-        try:
-            import wandb
-            from wandb.errors import Error as WandbError
-        except ImportError as error:
-            raise UserError("report_to=wandb needs a package: pip install wandb") from error
-        id_file = run_dir / WANDB_ID
-        if not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex[:12])
-        try:
-            self._run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "qerl"),
-                name=run_dir.name,
-                id=id_file.read_text().strip(),
-                resume="allow",
-                dir=str(run_dir),
-                config=config,
-            )
-        except WandbError as error:
-            raise UserError(
-                f"wandb does not start: {error}. Run `wandb login`, or set WANDB_MODE=offline"
-            ) from error
-        # wandb's own step cannot go back to a checkpoint's; a metric of ours as the x axis can.
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._run.log({"step": step, **metrics})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class _TensorBoard:
-    """Event files in the run folder's `tensorboard/`; steps after the resumed one are hidden by purge_step."""
-
-    def __init__(self, run_dir: Path, resume_step: int | None):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise UserError(
-                "report_to=tensorboard needs a package: pip install tensorboard"
-            ) from error
-        purge_step = None if resume_step is None else resume_step + 1
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()

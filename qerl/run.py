@@ -7,16 +7,19 @@ expensive: the packed base, the policy, the engine. So bad input is found before
 import math
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from threading import Lock
 from types import FrameType
 
 import torch
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
+from qerl import saving
 from qerl.build import (
     Data,
     build_data,
@@ -31,26 +34,30 @@ from qerl.build import (
     resolve_dtype,
     run_dir_of,
 )
-from qerl.checkpoint import CheckpointInfo, load_checkpoint, save_checkpoint
 from qerl.config import Config
 from qerl.data_order import Cursor, cursor_of_step, steps_per_epoch
+from qerl.diagnosis import say_if_flat
 from qerl.engine.base import Engine
 from qerl.engine.choice import EngineChoice, choose_engine
 from qerl.evaluation import Evaluation
 from qerl.failures import failure_log, phase
+from qerl.identity import identity_of
 from qerl.memory import memory_metrics
 from qerl.memory_plan import MemoryPlan, Place, budget_of, make_memory_plan
-from qerl.metrics import MetricsWriter, progress_line, say
+from qerl.metrics import MetricsWriter, progress_line, read_metrics, say
 from qerl.model.policy import Policy
 from qerl.model.source import ModelSource, resolve_model
-from qerl.optim import load_optimizer_tensors, make_optimizer, optimizer_tensors
+from qerl.optim import make_optimizer
 from qerl.plan_record import PlanRecord
 from qerl.quant.layout import Layout
 from qerl.reward_trial import try_rewards
 from qerl.run_folder import RunState, open_run
 from qerl.start_checks import cap_memory, check_start
-from qerl.tasks.pool import RewardPool
+from qerl.tasks.board import describe_failure
+from qerl.tasks.calls import RewardFailure
+from qerl.tasks.pool import RewardPool, open_pool
 from qerl.types import Sampling
+from qerl.watchdog import watching
 
 EXIT_CODES: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
@@ -77,6 +84,10 @@ class Run:
     """Place in the data after the last step, while steps use up unequal numbers of problems; None: it follows from the step"""
     skipped_in_a_row: int = 0
     """How many of the last steps had an update skipped"""
+    steps_done: int = 0
+    """Steps whose metrics are written"""
+    saving: Lock = field(default_factory=Lock)
+    """Held while a checkpoint is written: the watchdog may write one too"""
     stop_signal: int | None = None
     started: float = field(default_factory=time.monotonic)
 
@@ -101,19 +112,26 @@ class Run:
         """True at every `every`-th step; never for 0."""
         return every > 0 and step % every == 0
 
-    def log_step(self, step: int, metrics: dict[str, float], num_failures: int) -> None:
-        """Write a step's metrics and, where due, the progress line."""
+    def log_step(
+        self, step: int, metrics: dict[str, float], failures: Sequence[RewardFailure]
+    ) -> None:
+        """Write a step's metrics and, where due, the progress line and what is wrong with the rewards."""
         memory = memory_metrics(self.policy.device)
         metrics = {
             **metrics,
-            "rewards/failures": num_failures,
+            "rewards/failures": len(failures),
             **memory,
             **self.record.measured(memory["memory/peak_gib"]),
         }
         self.writer.log(step, {f"train/{key}": value for key, value in metrics.items()})
+        self.steps_done = step
         if self.is_due(step, self.config.log.logging_steps) or step == self.num_steps:
             elapsed = time.monotonic() - self.started
             say(progress_line(step, self.num_steps, metrics, elapsed / (step - self.first_step)))
+            if failures:
+                say(f"warning: {len(failures)} reward values lost; {describe_failure(failures[0])}")
+        if self.is_due(step, self.config.reward.flat_reward_steps):
+            say_if_flat(self.run_dir, self.config)
 
     def log_evaluation(self, step: int, evaluation: Evaluation, times: dict[str, float]) -> None:
         """Write an evaluation's metrics and completions, and say the accuracy."""
@@ -125,40 +143,22 @@ class Run:
             f"{len(evaluation.rows)} held-out completions"
         )
 
+    def owes_evaluation(self) -> bool:
+        """True at the start of a run, and where one was ended between a step and its evaluation."""
+        step = self.first_step
+        due = step in (0, self.num_steps) or self.is_due(step, self.config.log.eval_steps)
+        lines = read_metrics(self.run_dir) if due else []
+        return due and not any(x["step"] == step and "eval/accuracy" in x for x in lines)
+
+    def should_save(self, step: int) -> bool:
+        """True where a checkpoint is due, at the end, before stopping, and after the best evaluation so far."""
+        due = self.is_due(step, self.config.log.save_steps) or step == self.num_steps
+        return due or self.stop_requested or saving.is_new_best(self, step)
+
     def save(self, step: int) -> None:
         """Checkpoint after `step` updates; a whole one of that step is left as it is."""
-        names = [name for name, _ in self.policy.trainable_parameters()]
-        tensors, optimizer_state = optimizer_tensors(self.optimizer, names)
-        adapter_bytes = sum(
-            p.numel() * p.element_size() for _, p in self.policy.trainable_parameters()
-        )
         with phase("checkpoint"):
-            save_checkpoint(
-                self.run_dir,
-                step,
-                write_adapter=self.policy.save_adapter,
-                adapter_bytes=adapter_bytes,
-                optimizer_tensors=tensors,
-                state={
-                    "step": step,
-                    "optimizer": optimizer_state,
-                    "skipped_in_a_row": self.skipped_in_a_row,
-                    "cursor": None if self.cursor is None else asdict(self.cursor),
-                },
-                save_total_limit=self.config.log.save_total_limit,
-            )
-
-    def restore(self, info: CheckpointInfo) -> None:
-        """Put adapter, optimizer and the loop's own state back as they were."""
-        checkpoint = load_checkpoint(info)
-        self.policy.load_adapter(checkpoint.adapter_dir)
-        names = [name for name, _ in self.policy.trainable_parameters()]
-        load_optimizer_tensors(
-            self.optimizer, names, checkpoint.optimizer_tensors, checkpoint.state["optimizer"]
-        )
-        self.skipped_in_a_row = checkpoint.state["skipped_in_a_row"]
-        cursor = checkpoint.state["cursor"]
-        self.cursor = None if cursor is None else Cursor(**cursor)
+            saving.save(self, step)
 
 
 @dataclass(frozen=True)
@@ -226,13 +226,25 @@ def open_training_run(prepared: Preparation) -> Iterator[Run]:
         prepared.run_dir,
         config.model_dump(mode="json"),
         config.resume,
-        model_origin={"name": prepared.source.name, "origin": prepared.source.origin},
+        identity=identity_of(prepared.source, data.train, data.rewards),
+        machine={
+            "device": prepared.device.type,
+            "dtype": str(prepared.dtype).removeprefix("torch."),
+            "engine": prepared.engine.name,
+        },
+        num_steps=prepared.num_steps,
     )
     for note in state.notes:
         say(f"note: {note}")
-    with state.lock, failure_log(prepared.run_dir), ExitStack() as closing:
+    with (
+        state.lock,
+        failure_log(prepared.run_dir),
+        watching(prepared.run_dir, config.log.watchdog_s) as watchdog,
+        ExitStack() as closing,
+    ):
         with phase("setup"):
             run = _build_run(prepared, state, closing)
+        watchdog.rescue = partial(saving.rescue, run)
         with _stop_on_signal(run), phase("report"):  # what is no other phase's
             yield run
 
@@ -247,12 +259,14 @@ def _build_run(prepared: Preparation, state: RunState, closing: ExitStack) -> Ru
         config=config.model_dump(mode="json"),
     )
     closing.callback(writer.close)
+    for note in writer.notes:
+        say(f"note: {note}")
     pool = closing.enter_context(
-        RewardPool(
+        open_pool(
             prepared.data.rewards,
-            num_workers=config.reward.reward_workers,
-            timeout_s=config.reward.reward_timeout_s,
-            log_path=prepared.run_dir / "rewards.log",
+            config.reward,
+            prepared.run_dir / "rewards.log",
+            prepared.num_steps,
         )
     )
     cap_memory(prepared.memory, prepared.device)
@@ -274,9 +288,10 @@ def _build_run(prepared: Preparation, state: RunState, closing: ExitStack) -> Ru
         record=PlanRecord(prepared.run_dir, prepared.engine, prepared.memory),
         num_steps=prepared.num_steps,
         first_step=checkpoint.step if checkpoint else 0,
+        steps_done=checkpoint.step if checkpoint else 0,
     )
     if checkpoint:
-        run.restore(checkpoint)
+        saving.restore(run, checkpoint)
         say(f"continuing {run.run_dir} after step {run.first_step} of {run.num_steps}")
     check_start(run, prepared.memory)
     return run
@@ -288,7 +303,8 @@ def _stop_on_signal(run: Run) -> Iterator[None]:
         if run.stop_requested:
             raise KeyboardInterrupt
         run.stop_signal = number
-        say("stopping: saving after the current phase (again to stop at once)")
+        with suppress(RuntimeError):  # the signal came while a line was being written
+            say("stopping: saving after the current phase (again to stop at once)")
 
     previous = {number: signal.signal(number, ask) for number in EXIT_CODES}
     try:

@@ -156,6 +156,7 @@ def test_models(tmp_path, tiny_folder):
     adapter.mkdir()
     saved = {"peft_type": "LORA", "r": 64, "lora_alpha": 32, "target_modules": ["q_proj"]}
     (adapter / "adapter_config.json").write_text(json.dumps(saved))
+    (adapter / "adapter_model.safetensors").touch()
 
     def case(folder: Path, *says: str, flags: tuple[str, ...] = ()) -> Case:
         return Case(("--model", str(folder), "--device", "cpu", *SHORT, *SUMS, *flags), says)

@@ -18,17 +18,23 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from qerl import checkpoint as checkpoint_module
 from qerl.checkpoint import (
     checkpoint_at,
-    damage,
     find_latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
 from qerl.config import Config
-from qerl.errors import UserError
-from qerl.run_folder import config_differences, open_run, read_run_config
+from qerl.continuation import config_differences
+from qerl.errors import RunError, UserError
+from qerl.manifest import damage
+from qerl.run_folder import open_run, read_run_config
 
 CONFIG = Config(model="tiny").model_dump(mode="json")
-ORIGIN = {"name": "tiny"}
+IDENTITY = {
+    "model_origin": {"name": "tiny", "origin": "tiny", "fingerprint": "aa"},
+    "data": {"train": "bb", "num_problems": 8},
+    "rewards": {"f": "cc"},
+}
+MACHINE = {"device": "cpu", "dtype": "float32", "engine": "transformers"}
 OPTIMIZER_SHAPE = (300, 400)
 
 
@@ -51,6 +57,17 @@ def save(run_dir: Path, step: int, limit: int = 2) -> Path:
         optimizer_tensors={"x/state1": torch.full(OPTIMIZER_SHAPE, float(step))},
         state={"step": step, "learning_rate": 0.1 + 0.2},
         save_total_limit=limit,
+    )
+
+
+def open_folder(run_dir, config, resume, *, num_steps=20, machine=MACHINE, **identity):
+    return open_run(
+        run_dir,
+        config,
+        resume,
+        identity=IDENTITY | identity,
+        machine=machine,
+        num_steps=num_steps,
     )
 
 
@@ -166,7 +183,7 @@ def kill_at(module: object, name: str, call: int) -> None:
     ("module", "name", "call", "newest", "adapter"),
     [
         (checkpoint_module, "save_file", 1, 20, 20),
-        (checkpoint_module, "_write_manifest", 1, 20, 20),
+        (checkpoint_module, "write_manifest", 1, 20, 20),
         (checkpoint_module, "flush_to_disk", 2, 20, 20),
         (Path, "rename", 1, 20, 20),
         (checkpoint_module, "refresh_adapter", 1, 30, 20),
@@ -244,7 +261,9 @@ def test_a_write_error_leaves_the_last_one_whole(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(UserError, match=r"cannot save checkpoint 20 .*Earlier checkpoints"):
+        with pytest.raises(
+            RunError, match=r"checkpoint: cannot save checkpoint 20 .*Earlier checkpoints"
+        ):
             save(tmp_path, 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -258,45 +277,45 @@ def test_disk_space_is_checked_before_writing(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=70 * 2**20)
     monkeypatch.setattr(checkpoint_module.shutil, "disk_usage", lambda _: usage)
     monkeypatch.setattr(checkpoint_module, "FREE_RESERVE_BYTES", 70 * 2**20)
-    with pytest.raises(UserError, match=r"not enough disk space .* 0\.07 GiB is free"):
+    with pytest.raises(RunError, match=r"not enough disk space .* 0\.07 GiB is free"):
         save(tmp_path, 20)
     assert_holds(tmp_path, 10)
 
 
 def test_first_start_then_the_same_command_continues(tmp_path):
     run_dir = tmp_path / "runs" / "a"
-    first = open_run(run_dir, CONFIG, "auto", model_origin=ORIGIN)
+    first = open_folder(run_dir, CONFIG, "auto")
     assert (first.checkpoint, first.notes) == (None, ())
     stored = read_run_config(run_dir)
-    assert stored["config"] == CONFIG and stored["model_origin"] == ORIGIN
+    assert stored["config"] == CONFIG and stored["model_origin"] == IDENTITY["model_origin"]
     assert stored["versions"]["torch"] == torch.__version__
     save(run_dir, 10)
     first.lock.close()
-    second = open_run(run_dir, CONFIG, "auto", model_origin=ORIGIN)
+    second = open_folder(run_dir, CONFIG, "auto")
     assert second.checkpoint is not None and second.checkpoint.step == 10
     second.lock.close()
 
 
 def test_another_run_in_the_folder_is_refused_with_the_differing_fields(tmp_path):
-    open_run(tmp_path, CONFIG, "auto", model_origin=ORIGIN).lock.close()
+    open_folder(tmp_path, CONFIG, "auto").lock.close()
     before = (tmp_path / "config.json").read_bytes()
     other = Config(
         model="tiny", seed=3, train={"learning_rate": 0.01}, task={"params": {"min_terms": 2}}
     ).model_dump(mode="json")
     with pytest.raises(UserError) as caught:
-        open_run(tmp_path, other, "auto", model_origin=ORIGIN)
+        open_folder(tmp_path, other, "auto")
     message = str(caught.value)
     assert "seed: 0 -> 3" in message
     assert "train.learning_rate: 1e-05 -> 0.01" in message
     assert 'task.params.min_terms: "(absent)" -> 2' in message
     assert "\n" not in message
     assert (tmp_path / "config.json").read_bytes() == before
-    with pytest.raises(UserError, match=r'model_origin\.name: "tiny" -> "large"'):
-        open_run(tmp_path, CONFIG, "auto", model_origin={"name": "large"})
+    with pytest.raises(UserError, match=r'model_origin\.fingerprint: "aa" -> "dd"'):
+        open_folder(tmp_path, CONFIG, "auto", model_origin={"fingerprint": "dd"})
 
 
 def test_settings_that_change_no_result_may_differ(tmp_path):
-    open_run(tmp_path, CONFIG, "auto", model_origin=ORIGIN).lock.close()
+    open_folder(tmp_path, CONFIG, "auto").lock.close()
     changed = Config(
         model="tiny",
         log={"save_steps": 3, "report_to": "wandb"},
@@ -304,51 +323,51 @@ def test_settings_that_change_no_result_may_differ(tmp_path):
         train={"max_tokens_per_microbatch": 100},
     ).model_dump(mode="json")
     assert config_differences(CONFIG, changed) == {}
-    open_run(tmp_path, changed, "auto", model_origin=ORIGIN).lock.close()
+    open_folder(tmp_path, changed, "auto").lock.close()
     assert read_run_config(tmp_path)["config"]["log"]["save_steps"] == 3
-    longer = Config(model="tiny", train={"max_steps": 9}).model_dump(mode="json")
-    assert config_differences(CONFIG, longer) == {"train.max_steps": (None, 9)}
+    other = Config(model="tiny", train={"max_grad_norm": 9}).model_dump(mode="json")
+    assert config_differences(CONFIG, other) == {"train.max_grad_norm": (0.2, 9.0)}
 
 
 def test_resume_never_refuses_a_run_and_accepts_an_empty_folder(tmp_path):
-    open_run(tmp_path, CONFIG, "never", model_origin=ORIGIN).lock.close()
+    open_folder(tmp_path, CONFIG, "never").lock.close()
     with pytest.raises(UserError, match="resume is never"):
-        open_run(tmp_path, CONFIG, "never", model_origin=ORIGIN)
+        open_folder(tmp_path, CONFIG, "never")
 
 
 @pytest.mark.parametrize("name", ["thesis.txt", "config.json"])
 def test_a_folder_of_something_else_is_left_alone(tmp_path, name):
     (tmp_path / name).write_text('{"model_type": "qwen2"}')
     with pytest.raises(UserError, match="holds no run"):
-        open_run(tmp_path, CONFIG, "auto", model_origin=ORIGIN)
+        open_folder(tmp_path, CONFIG, "auto")
     assert [path.name for path in tmp_path.iterdir()] == [name]
     with pytest.raises(UserError, match="is a file"):
-        open_run(tmp_path / name, CONFIG, "auto", model_origin=ORIGIN)
+        open_folder(tmp_path / name, CONFIG, "auto")
 
 
 def test_damaged_and_unfinished_checkpoints_are_reported_when_a_run_continues(tmp_path):
-    open_run(tmp_path, CONFIG, "auto", model_origin=ORIGIN).lock.close()
+    open_folder(tmp_path, CONFIG, "auto").lock.close()
     save(tmp_path, 10)
     os.truncate(save(tmp_path, 20) / "optimizer.safetensors", 7)
     (tmp_path / "checkpoints" / ".tmp-30").mkdir()
-    run = open_run(tmp_path, CONFIG, "auto", model_origin=ORIGIN)
+    run = open_folder(tmp_path, CONFIG, "auto")
     assert run.checkpoint is not None and run.checkpoint.step == 10
     assert len(run.notes) == 1 and "has 7 of" in run.notes[0]
     assert adapter_step(tmp_path) == 10
     assert not (tmp_path / "checkpoints" / ".tmp-30").exists()
     run.lock.close()
     (tmp_path / "checkpoints" / "10" / "state.json").unlink()
-    run = open_run(tmp_path, CONFIG, "auto", model_origin=ORIGIN)
+    run = open_folder(tmp_path, CONFIG, "auto")
     assert run.checkpoint is None
     assert "starting from the beginning" in run.notes[-1]
     run.lock.close()
 
 
 def test_resuming_from_an_older_checkpoint_sets_later_ones_aside(tmp_path):
-    open_run(tmp_path, CONFIG, "auto", model_origin=ORIGIN).lock.close()
+    open_folder(tmp_path, CONFIG, "auto").lock.close()
     old = save(tmp_path, 10)
     save(tmp_path, 20)
-    run = open_run(tmp_path, CONFIG, str(old), model_origin=ORIGIN)
+    run = open_folder(tmp_path, CONFIG, str(old))
     assert run.checkpoint is not None and run.checkpoint.step == 10
     assert "checkpoint 20 comes after" in run.notes[0]
     assert adapter_step(tmp_path) == 10
@@ -359,30 +378,30 @@ def test_resuming_from_an_older_checkpoint_sets_later_ones_aside(tmp_path):
 
 def test_a_checkpoint_can_be_continued_in_a_new_folder(tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
-    open_run(old, CONFIG, "auto", model_origin=ORIGIN).lock.close()
+    open_folder(old, CONFIG, "auto").lock.close()
     path = str(save(old, 10))
     save(old, 20)
-    run = open_run(new, CONFIG, path, model_origin=ORIGIN)
+    run = open_folder(new, CONFIG, path)
     assert run.checkpoint is not None and run.checkpoint.path == Path(path)
     run.lock.close()
     # The same command again, before and after the new folder has a checkpoint of its own.
-    run = open_run(new, CONFIG, path, model_origin=ORIGIN)
+    run = open_folder(new, CONFIG, path)
     assert run.checkpoint is not None and run.checkpoint.path == Path(path)
     save(new, 15)
     run.lock.close()
-    run = open_run(new, CONFIG, path, model_origin=ORIGIN)
+    run = open_folder(new, CONFIG, path)
     assert run.checkpoint is not None and run.checkpoint.path == new / "checkpoints" / "15"
     run.lock.close()
     assert steps_on_disk(old) == [10, 20]
 
     other = Config(model="tiny", seed=1).model_dump(mode="json")
     with pytest.raises(UserError, match="seed: 0 -> 1"):
-        open_run(tmp_path / "third", other, path, model_origin=ORIGIN)
-    open_run(tmp_path / "fourth", CONFIG, "auto", model_origin=ORIGIN).lock.close()
+        open_folder(tmp_path / "third", other, path)
+    open_folder(tmp_path / "fourth", CONFIG, "auto").lock.close()
     with pytest.raises(UserError, match="did not start from"):
-        open_run(tmp_path / "fourth", CONFIG, path, model_origin=ORIGIN)
+        open_folder(tmp_path / "fourth", CONFIG, path)
     with pytest.raises(UserError, match="not a whole checkpoint"):
-        open_run(tmp_path / "fifth", CONFIG, str(tmp_path / "none"), model_origin=ORIGIN)
+        open_folder(tmp_path / "fifth", CONFIG, str(tmp_path / "none"))
 
 
 def test_two_processes_cannot_write_one_run_and_a_killed_one_frees_it(tmp_path):
@@ -390,7 +409,7 @@ def test_two_processes_cannot_write_one_run_and_a_killed_one_frees_it(tmp_path):
     holder = os.fork()
     if holder == 0:
         try:
-            run = open_run(tmp_path, CONFIG, "auto", model_origin=ORIGIN)
+            run = open_folder(tmp_path, CONFIG, "auto")
             os.write(send, b"open")
             time.sleep(60)
             run.lock.close()
@@ -398,18 +417,18 @@ def test_two_processes_cannot_write_one_run_and_a_killed_one_frees_it(tmp_path):
             os._exit(0)
     assert os.read(receive, 4) == b"open"
     with pytest.raises(UserError, match="another process is running"):
-        open_run(tmp_path, CONFIG, "auto", model_origin=ORIGIN)
+        open_folder(tmp_path, CONFIG, "auto")
     os.kill(holder, signal.SIGKILL)
     os.waitpid(holder, 0)
-    open_run(tmp_path, CONFIG, "auto", model_origin=ORIGIN).lock.close()
+    open_folder(tmp_path, CONFIG, "auto").lock.close()
 
 
 def test_changed_versions_are_said_once_and_do_not_stop(tmp_path):
-    open_run(tmp_path, CONFIG, "auto", model_origin=ORIGIN).lock.close()
+    open_folder(tmp_path, CONFIG, "auto").lock.close()
     stored = read_run_config(tmp_path)
     stored["versions"]["torch"] = "1.0"
     (tmp_path / "config.json").write_text(json.dumps(stored))
-    run = open_run(tmp_path, CONFIG, "auto", model_origin=ORIGIN)
+    run = open_folder(tmp_path, CONFIG, "auto")
     assert len(run.notes) == 1 and f"torch 1.0 -> {torch.__version__}" in run.notes[0]
     run.lock.close()
 
@@ -421,7 +440,7 @@ def test_a_read_only_place_is_one_clear_line(tmp_path):
         tmp_path.chmod(0o500)
         run_dir = tmp_path / "run"
     with pytest.raises(UserError, match="cannot write the run folder"):
-        open_run(run_dir, CONFIG, "auto", model_origin=ORIGIN)
+        open_folder(run_dir, CONFIG, "auto")
 
 
 def test_what_is_not_a_run_is_said(tmp_path):

@@ -15,7 +15,7 @@ from qerl.quant.packed import PackedWeight
 
 MAX_DECODE_TOKENS = 512
 """Most tokens for which the Triton kernels run: more than that are a prefill, which plain products serve as well."""
-MAX_PARALLEL_TOKENS = 64
+MAX_PARALLEL_TOKENS = 32
 """Most tokens for which the adapter's first launch runs beside the packed GEMM, on a stream of its own. With more, both fill the GPU."""
 
 

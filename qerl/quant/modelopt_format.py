@@ -79,10 +79,10 @@ def is_ignored(name: str) -> bool:
 
 def note_ignored(names: Iterable[str]) -> str | None:
     """What to say about the tensors that were left where they are; None if there are none."""
-    ignored = [name for name in names if is_ignored(name)]
+    ignored = sorted(name for name in names if is_ignored(name))
     if not ignored:
         return None
-    kinds = dict.fromkeys(_IGNORED["." + name.rpartition(".")[2]] for name in ignored)
+    kinds = sorted({_IGNORED["." + name.rpartition(".")[2]] for name in ignored}, key=str.lower)
     return (
         f"{len(ignored)} {' and '.join(kinds)} of the checkpoint are not used: activations and the KV cache stay "
         "unquantized"
