@@ -131,7 +131,7 @@ def _humming_gemm(device: torch.device, batch_invariant: bool) -> Callable:
 
 def _bitsandbytes_gemm(device: torch.device, batch_invariant: bool) -> Callable:
     """bitsandbytes' own product, member by member: it chooses between its fused kernel and expanding."""
-    from bitsandbytes import matmul_4bit  # pyright: ignore[reportAttributeAccessIssue]
+    from bitsandbytes import matmul_4bit  # pyright: ignore[reportPrivateImportUsage]
 
     dense = _dense_gemm(device, batch_invariant)
 
