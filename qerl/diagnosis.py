@@ -173,6 +173,12 @@ def findings_of_metrics(lines: Sequence[Mapping[str, Any]]) -> list[Finding]:
         )
     elif norm is not None:
         findings.append(Finding("fine", f"gradient norm {norm:.2g} on average"))
+    norms = [line["train/adapter_norm"] for line in lines if "train/adapter_norm" in line]
+    if len(norms) > 1:
+        text = f"norm of the adapter {norms[0]:.4g} after the first step, {norms[-1]:.4g} now"
+        moved = norms[0] != norms[-1]
+        advice = "" if moved else "it does not move: see the gradient, and learning_rate"
+        findings.append(Finding("fine" if moved else "stop", text, advice))
     ratio = mean("sampling/token_mult_prob_error")
     if ratio is not None:
         text = (
@@ -242,13 +248,40 @@ def flat_reward_line(
     figures = figures_of(rows)
     spread = 1 - sum(line["train/frac_reward_zero_std"] for line in last) / num_steps
     cause = likely_cause(figures, max_completion_length)
+    signs = vital_signs(figures, last)
     if spread < 0.05:
-        return f"nothing to learn from in {num_steps} steps: {spread:.0%} of the groups had different rewards; {cause}"
+        return (
+            f"nothing to learn from in {num_steps} steps: {spread:.0%} of the groups had different rewards; {cause}; "
+            f"{signs}"
+        )
     trend = reward_trend(lines[-2 * num_steps :]) if len(lines) >= 2 * num_steps else None
     if trend is None or trend.kind == "fine":
         return None
     doubt = f"; {cause}" if spread < LOW_SPREAD else ""
-    return f"the reward has been flat for {2 * num_steps} steps ({trend.text}), {spread:.0%} of the groups have spread{doubt}"
+    return (
+        f"the reward has been flat for {2 * num_steps} steps ({trend.text}), {spread:.0%} of the groups have spread{doubt}; "
+        f"{signs}"
+    )
+
+
+def vital_signs(figures: Figures, lines: Sequence[Mapping[str, Any]]) -> str:
+    """The other usual suspects in a few words: truncation, extraction, constant terms, gradient, adapter, agreement."""
+    signs = [f"{figures.share_cut:.0%} cut"]
+    if figures.share_without_answer is not None:
+        signs.append(f"no answer found in {figures.share_without_answer:.0%}")
+    constant = [name for name, term in figures.terms.items() if is_same(term.low, term.high)]
+    if constant:
+        signs.append(f"constant: {', '.join(constant)}")
+    names = {
+        "grad_norm": "gradient norm",
+        "adapter_norm": "adapter norm",
+        "sampling/token_mult_prob_error": "agreement",
+    }
+    for key, name in names.items():
+        value = lines[-1].get(f"train/{key}")
+        if value is not None:
+            signs.append(f"{name} {value:.4g}")
+    return ", ".join(signs)
 
 
 def recent_rows(run_dir: Path, steps: Sequence[int]) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from qerl.config import Config
 from qerl.errors import RunError
 from qerl.metrics import say
 from qerl.model.packing import Item, pack
+from qerl.model.policy import Policy
 from qerl.optim import clip_gradients, learning_rate_at, set_learning_rate
 from qerl.rollout import Batch
 from qerl.run import Run
@@ -71,12 +72,20 @@ def update(
     return {
         **loss_metrics(outcome.outputs, len(outcome.grad_norms)),
         "grad_norm": _mean(outcome.grad_norms),
+        "adapter_norm": adapter_norm(run.policy),
         "learning_rate": learning_rate,
         "num_updates": len(outcome.grad_norms),
         "num_updates_skipped": len(outcome.problems),
         "frac_sequences_trained": len(chosen) / advantages_PG.numel(),
         "num_tokens_trained": sum(item.num_trained for item in chosen),
     }
+
+
+@torch.no_grad()
+def adapter_norm(policy: Policy) -> float:
+    """Euclidean norm of all adapter matrices: it moves as long as something is learnt."""
+    parameters = [parameter for _, parameter in policy.trainable_parameters()]
+    return torch.nn.utils.get_total_norm(parameters).item()
 
 
 def stop_if_stuck(run: Run, done: int) -> None:

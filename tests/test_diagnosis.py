@@ -106,6 +106,10 @@ def test_metrics_in_words() -> None:
         assert next(k for text, k in kinds.items() if "exp|delta" in text) == kind
     noisy = line(1, 0.0, **{"sampling/token_mult_prob_error": 1.2, "noise/sigma": 0.01})
     assert next(k for text, k in texts_of([noisy]).items() if "exp|delta" in text) == "warning"
+    moving = [line(1, 0.0, adapter_norm=1.0), line(2, 0.0, adapter_norm=1.5)]
+    assert texts_of(moving)["norm of the adapter 1 after the first step, 1.5 now"] == "fine"
+    still = texts_of([line(1, 0.0, adapter_norm=1.0), line(2, 0.0, adapter_norm=1.0)])
+    assert still["norm of the adapter 1 after the first step, 1 now"] == "stop"
     entropy = [line(1, 0.0, entropy=1.0), line(2, 0.0, entropy=0.05)]
     assert any("entropy fell" in text for text in texts_of(entropy))
     assert any(
@@ -120,6 +124,13 @@ def test_one_line_when_nothing_was_learnt() -> None:
     stuck = [line(i, 0.0, 1.0) for i in range(1, 6)]
     text = flat_reward_line(stuck, wrong, 5, LIMIT)
     assert "0% of the groups had different rewards" in text and "too hard" in text
+    assert "0% cut" in text and "gradient norm 0.1" in text
+    seen = {"adapter_norm": 3.25, "sampling/token_mult_prob_error": 1.0012}
+    text = flat_reward_line(
+        [line(i, 0.0, 1.0, **seen) for i in range(5)], rows([[0.0] * 2], tags=[0.0] * 2), 5, LIMIT
+    )
+    assert "constant: " in text and "tags" in text
+    assert text.endswith("adapter norm 3.25, agreement 1.001")
     assert flat_reward_line(stuck[:4], wrong, 5, LIMIT) is None
     flat = [line(i, 0.5 + 0.1 * (-1) ** i) for i in range(1, 11)]
     assert "flat for 10 steps" in flat_reward_line(flat, mixed, 5, LIMIT)
