@@ -16,7 +16,6 @@ from qerl.engine.choice import EngineChoice, choose_engine
 from qerl.engine.transformers_engine import TransformersEngine
 from qerl.errors import UserError
 from qerl.evaluation import accuracy_note
-from qerl.footprint import recomputes
 from qerl.kernels.humming_layout import mma_of, pack
 from qerl.memory import return_freed_memory
 from qerl.memory_plan import Place, budget_of, make_memory_plan
@@ -181,16 +180,13 @@ def build_policy(
         say(f"note: {note}")
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what packing left behind
-    policy = Policy(
+    return Policy(
         base,
         config.lora,
         model_name=source.name,
         seed=config.seed,
         keep_initial=config.algo.beta > 0,
     )
-    if recomputes(config, device.type):
-        policy.enable_recomputation()
-    return policy
 
 
 def check_model(config: Config, source: ModelSource) -> tuple[PreTrainedConfig, Layout]:

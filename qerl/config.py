@@ -150,7 +150,7 @@ class TrainConfig(Section):
     max_skipped_steps: Positive = 5
     """Steps in a row with an update skipped, because loss, gradient or rewards are not finite, that end the run."""
     gradient_checkpointing: bool | None = None
-    """Recompute each layer in backward instead of keeping its activations. Default: on for CUDA, off on the CPU."""
+    """Recompute every layer in backward instead of keeping its activations. Default: on CUDA as few as fit, none on the CPU."""
 
 
 class LoraConfig(Section):

@@ -12,11 +12,12 @@ always    base, packed   nvfp4: N K / 2 + N K / 16 + 4 a fused matrix; nf4: N K 
 rollout   KV cache       rows x (prompt + completion) x L x 2 KV x c
           sampling       rows x V x 4 bytes x 5 (logits, scaled, log-softmax, probabilities, their running sum)
           expanded base  CPU only: every linear in the compute dtype for the length of a phase, N K x c
-update    activations    tokens x L x (c (2 H + 3 Q + 2 KV + 4 I + 7 r) + 8 H): what autograd keeps of a layer (inputs of the
-                         linears, q, k, v and attention's output, the MLP's factors; norms' inputs in fp32).
-                         With recomputation: c H a layer, and one layer's whole set.
+update    activations    what autograd keeps of a layer, times tokens x L. CUDA: c (4 H + 2 Q + 2 KV + 3 I + 7 r): inputs of
+                         linears, norms, attention and SwiGLU. CPU: c (2 H + 3 Q + 2 KV + I + 7 r) + 4 (2 H + 3 I): norms'
+                         inputs and SwiGLU's factors in fp32.
+                         A layer that is recomputed keeps c H, and one layer's whole set is there at a time.
           logits chunk   5/2 fp32 copies of at most 128 MiB
-          one layer      the largest matrix dense, and the gradients that flow through one layer
+          one layer      the largest matrix dense (all of a layer's where it is recomputed), and the gradients that flow through it
 both      fp32 head      V H x 4, on the CPU in bf16 only: the head's products are in fp32
 
 With the vLLM engine the rollout is counted by `qerl.footprint_vllm` instead; a key/value cache that is not given back during the
@@ -91,6 +92,14 @@ def recomputes(config: Config, device_type: str) -> bool:
     """Whether backward recomputes layers: as asked, else on CUDA."""
     asked = config.train.gradient_checkpointing
     return device_type == "cuda" if asked is None else asked
+
+
+def recomputed_layers(config: Config, num_layers: int, device_type: str, sizes: Sizes) -> int:
+    """How many decoder layers backward recomputes; the plan may keep some when the config leaves it the choice."""
+    if not recomputes(config, device_type):
+        return 0
+    chosen = config.train.gradient_checkpointing is None
+    return num_layers - (sizes.kept_layers if chosen else 0)
 
 
 def num_rows(config: Config) -> int:
@@ -198,12 +207,11 @@ def _update_parts(
     dims, c = dims_of(layout), dtype.itemsize
     tokens = microbatch_tokens(config, longest_prompt, sizes.max_tokens_per_microbatch)
     of_layer = _kept_of_layer(dims, device_type, c) + 7 * c * config.lora.lora_r
-    if recomputes(config, device_type):
-        kept = tokens * (dims.num_layers * c * dims.hidden + of_layer)
-        dense = _layer_weights(layout)
-    else:
-        kept = tokens * dims.num_layers * of_layer
-        dense = _largest_matrix(layout)
+    recomputed = recomputed_layers(config, dims.num_layers, device_type, sizes)
+    # While the last layer that is recomputed is, those after it have given theirs back; only without such is it extra.
+    whole = max(dims.num_layers - recomputed, 1)
+    kept = tokens * (whole * of_layer + recomputed * c * dims.hidden)
+    dense = _layer_weights(layout) if recomputed else _largest_matrix(layout)
     scored = tokens * config.rollout.max_completion_length
     scored //= longest_prompt + config.rollout.max_completion_length
     chunk = min(CHUNK_BYTES, scored * dims.vocab * 4)

@@ -8,20 +8,23 @@ before it starts, so here they are chosen:
 3. Else it is given back during the update, and each phase has the whole rest for itself: sampling as many sequences as
    fit at full length, so that none is ever preempted; the update as many tokens a microbatch, at most what was asked for.
 
+4. What is left keeps layers' activations that backward would else recompute, unless the config says which it is to be.
+
 A bigger microbatch than asked for is never chosen, so on a card with room the numbers of a run are the config's.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from qerl.config import Config
 from qerl.errors import UserError
-from qerl.footprint import footprint, peak_bytes, phase_bytes, wanted_sizes
+from qerl.footprint import footprint, peak_bytes, phase_bytes, recomputes, wanted_sizes
 from qerl.footprint_vllm import cache_bytes
 from qerl.memory import free_gib
 from qerl.quant.layout import Layout
-from qerl.sizes import GIB, Part, Sizes
+from qerl.sizes import GIB, Part, Sizes, dims_of
 
 RESERVE_SHARE, RESERVE_MIN_GIB = 0.05, 0.5
 """Kept free when memory_gib is not given: a share of what is free, and at least so much."""
@@ -140,6 +143,8 @@ def make_memory_plan(
         needed = parts_of(_least_sizes(longer, layout, place), longer)
         return peak_bytes(needed) <= budget.num_bytes
 
+    if trains:
+        sizes = _keep_layers(config, layout, place, budget.without_slack, sizes, parts_of)
     return MemoryPlan(
         place=place,
         budget=budget,
@@ -148,6 +153,24 @@ def make_memory_plan(
         least_bytes=peak_bytes(least),
         longest_context=largest_that(fits_context, context_limit, place.longest_prompt),
     )
+
+
+def _keep_layers(
+    config: Config,
+    layout: Layout,
+    place: Place,
+    budget: Budget,
+    sizes: Sizes,
+    parts_of: Callable[[Sizes], tuple[Part, ...]],
+) -> Sizes:
+    """`sizes` with as many layers kept from recomputation as there is room for, where the config leaves the choice."""
+    if config.train.gradient_checkpointing is not None or not recomputes(config, place.device_type):
+        return sizes
+
+    def fits(kept_layers: int) -> bool:
+        return peak_bytes(parts_of(replace(sizes, kept_layers=kept_layers))) <= budget.num_bytes
+
+    return replace(sizes, kept_layers=largest_that(fits, dims_of(layout).num_layers, 0))
 
 
 def largest_that(fits, limit: int, above: int) -> int:

@@ -21,6 +21,7 @@ from qerl.footprint import (
     optimizer_bytes,
     packed_bytes,
     phase_bytes,
+    recomputed_layers,
     recomputes,
 )
 from qerl.footprint_vllm import cache_bytes
@@ -28,7 +29,7 @@ from qerl.memory import free_disk_gib
 from qerl.memory_plan import MemoryPlan
 from qerl.metrics import format_duration
 from qerl.quant.layout import Layout
-from qerl.sizes import GIB, Part
+from qerl.sizes import GIB, Part, dims_of
 from qerl.step_time import Speed, estimate_step_s
 
 
@@ -44,6 +45,7 @@ class Plan:
     """None: the hub could not be asked."""
     dtype: torch.dtype
     engine: EngineChoice
+    num_layers: int
     num_parameters: int
     num_adapter_parameters: int
     sequence_cache_bytes: int
@@ -98,6 +100,7 @@ def make_plan(
         download_bytes=download_bytes,
         dtype=memory.place.dtype,
         engine=engine,
+        num_layers=dims_of(layout).num_layers,
         num_parameters=num_parameters(layout),
         num_adapter_parameters=num_adapter,
         sequence_cache_bytes=cache_bytes(layout, memory.place.dtype, longest),
@@ -207,6 +210,11 @@ def _row(num_bytes: int, text: str) -> tuple[str, str]:
 def _sizes_in_words(plan: Plan) -> str:
     sizes = plan.memory.sizes
     text = f"{sizes.max_num_seqs} completions at once, microbatches of {sizes.max_tokens_per_microbatch:,} tokens"
+    recomputed = recomputed_layers(
+        plan.config, plan.num_layers, plan.memory.place.device_type, sizes
+    )
+    if recomputed:
+        text += f"; backward recomputes {recomputed} of {plan.num_layers} layers"
     if plan.engine.name != "vllm":
         return text
     cache, sequence = sizes.kv_cache_bytes / GIB, plan.sequence_cache_bytes / GIB

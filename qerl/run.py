@@ -41,6 +41,7 @@ from qerl.engine.base import Engine
 from qerl.engine.choice import EngineChoice, choose_engine
 from qerl.evaluation import Evaluation
 from qerl.failures import failure_log, phase
+from qerl.footprint import recomputed_layers
 from qerl.identity import identity_of
 from qerl.memory import memory_metrics
 from qerl.memory_plan import MemoryPlan, Place, budget_of, make_memory_plan
@@ -271,7 +272,12 @@ def _build_run(prepared: Preparation, state: RunState, closing: ExitStack) -> Ru
     )
     cap_memory(prepared.memory, prepared.device)
     policy = build_policy(config, prepared.source, prepared.device, prepared.dtype, prepared.engine)
-    engine = build_engine(config, policy, prepared.engine, prepared.memory.sizes)
+    layers = policy.base.config.num_hidden_layers
+    sizes = prepared.memory.sizes
+    recomputed = recomputed_layers(config, layers, prepared.device.type, sizes)
+    if recomputed:
+        policy.enable_recomputation(recomputed)
+    engine = build_engine(config, policy, prepared.engine, sizes)
     closing.callback(engine.close)
     run = Run(
         config=config,

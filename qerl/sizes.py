@@ -24,6 +24,8 @@ class Sizes:
     """Most tokens in one forward pass of vLLM"""
     releases_cache: bool = False
     """Whether the key/value cache is given back during the update"""
+    kept_layers: int = 0
+    """Layers whose activations are kept for backward although it may recompute: as many as fit"""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from qerl.config import Config
-from qerl.footprint import microbatch_tokens, packed_bytes, recomputes
+from qerl.footprint import microbatch_tokens, packed_bytes, recomputed_layers
 from qerl.memory_plan import Place
 from qerl.quant.layout import Layout
 from qerl.sizes import Sizes, dims_of
@@ -93,7 +93,8 @@ def estimate_step_s(
     rollout_s = math.ceil(completions / rows) * length * decode_step + prefill / speed.flops_per_s
 
     tokens = completions * (place.longest_prompt + length)
-    passes = 6 if recomputes(config, place.device_type) else 4
+    recomputed = recomputed_layers(config, dims.num_layers, place.device_type, sizes)
+    passes = 4 + 2 * recomputed / dims.num_layers
     flops = passes * linear * tokens + 6 * head * completions * length
     a_microbatch = microbatch_tokens(config, place.longest_prompt, sizes.max_tokens_per_microbatch)
     expansions = math.ceil(tokens / a_microbatch) * passes / 2 * linear * c / speed.bytes_per_s

@@ -21,9 +21,10 @@ from qerl.footprint import (
     optimizer_bytes,
     packed_bytes,
     peak_bytes,
+    recomputed_layers,
 )
 from qerl.memory import GIB
-from qerl.memory_plan import Budget, Place, budget_of, make_memory_plan
+from qerl.memory_plan import SLACK_SHARE, Budget, Place, budget_of, make_memory_plan
 from qerl.optim import make_optimizer, optimizer_tensors
 from qerl.plan import main
 from qerl.planning import check_plan, format_plan, make_plan
@@ -303,3 +304,25 @@ def test_the_command_prints_the_plan_and_refuses_what_does_not_fit(tmp_path, cap
 def test_a_model_out_of_reach_has_no_plan():
     with pytest.raises(UserError, match="its sizes are not known"):
         main(["--model", "nobody/nothing", "--task", "reasoning-gym/chain_sum", "--device", "cpu"])
+
+
+def test_what_fits_is_kept_from_recomputation(tiny_folder):
+    """On a card with room no layer is recomputed, on a tight one some are, and a setting decides alone."""
+    layout = tiny_layout(tiny_folder)
+    place = Place("cuda", torch.bfloat16, "transformers", 32)
+
+    def kept(gib, **train):
+        config = Config(model="tiny", train=train)
+        budget = Budget(gib, "test")
+        plan = make_memory_plan(config, layout, place, budget, context_limit=4096)
+        sizes, num_layers = plan.sizes, dims_of(layout).num_layers
+        assert plan.fits
+        return recomputed_layers(config, num_layers, "cuda", sizes), plan.peak_bytes / GIB
+
+    none, roomy = kept(8)
+    all_layers, least = kept(8, gradient_checkpointing=True)
+    assert (none, all_layers) == (0, 2)
+    assert least < roomy
+    some, _ = kept(roomy / (1 - SLACK_SHARE) - 1e-6)
+    assert some == 1
+    assert kept(8, gradient_checkpointing=False)[0] == 0

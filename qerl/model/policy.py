@@ -200,8 +200,8 @@ class Policy:
         for (_, parameter), value in zip(self._trainable, values, strict=True):
             parameter.copy_(value)
 
-    def enable_recomputation(self) -> None:
-        """Keep only each layer's input in forward and recompute the rest in backward.
+    def enable_recomputation(self, num_layers: int | None = None) -> None:
+        """Of the first `num_layers` layers (default: all) keep only the input in forward and recompute the rest in backward.
 
         Matrices that are expanded for the recomputation are kept until the layer's backward has used them.
         """
@@ -209,9 +209,12 @@ class Policy:
             gradient_checkpointing_kwargs={"use_reentrant": False}
         )
         self.recomputes = True
-        for module in self.causal_model.modules():
-            if isinstance(module, FrozenLinear):
-                module.keeps_expanded = True
+        for index, layer in enumerate(self.decoder.layers):  # pyright: ignore[reportArgumentType]
+            recomputed = num_layers is None or index < num_layers
+            layer.gradient_checkpointing = recomputed
+            for module in layer.modules():
+                if isinstance(module, FrozenLinear):
+                    module.keeps_expanded = recomputed
 
     @contextmanager
     def noise(self, draw: NoiseDraw | None) -> Iterator[None]:
