@@ -18,6 +18,7 @@ from qerl.algo.loss import policy_loss
 from qerl.algo.loss_metrics import loss_metrics
 from qerl.config import Config
 from qerl.errors import RunError
+from qerl.heartbeat import beat
 from qerl.metrics import say
 from qerl.model.packing import Item, pack
 from qerl.model.policy import Policy
@@ -217,6 +218,7 @@ def accumulate_gradients(
     outputs = []
     with policy.noise(noise):
         for batch in microbatches(run, items):
+            beat()
             logprobs, entropy = policy.logprobs(batch, config.rollout.temperature)
             output = policy_loss(logprobs, entropy, batch, config.algo, config.correction)
             output.loss.backward()

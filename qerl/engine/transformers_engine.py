@@ -20,6 +20,7 @@ from transformers.generation.logits_process import (
 )
 
 from qerl.engine.kv_cache import KVCache
+from qerl.heartbeat import beat
 from qerl.model.attention import PackedLayout
 from qerl.model.logprobs import head_logits
 from qerl.model.policy import Policy
@@ -143,6 +144,7 @@ class TransformersEngine:
         running = list(range(len(samples)))
         eos = set(sampling.eos_token_ids)
         for step in range(sampling.max_completion_length):
+            beat()
             logits = head_logits(hidden, self.policy.head)
             tokens, logprobs = sample_tokens(logits, uniforms[:, step], sampling)
             ended = []

@@ -31,6 +31,7 @@ from qerl.engine.vllm_arguments import (
     llm_arguments,
     sampling_params,
 )
+from qerl.engine.vllm_progress import SilentProgress
 from qerl.engine.vllm_report import StartTimes, holdings_of
 from qerl.engine.vllm_setup import process_left_alone, require_vllm, shut_down
 from qerl.errors import RunError, UserError
@@ -153,7 +154,7 @@ class VllmEngine:
                 parameters.append(sampling_params(sampling, seed))
         try:
             with process_left_alone(self.policy.device):
-                outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
+                outputs = self.llm.generate(prompts, parameters, use_tqdm=SilentProgress)
         except Exception as error:
             if is_out_of_memory(error):
                 raise

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qerl.errors import UserError
+from qerl.heartbeat import beat
 from qerl.quant import FORMATS
 from qerl.quant.checkpoint_reader import Checkpoint
 from qerl.quant.layout import HEAD, FusedLinear, Layout
@@ -71,6 +72,7 @@ def pack_linear(
     device: torch.device,
 ) -> tuple[PackedWeight, LinearReport]:
     """Read, pack on `device` and measure one fused matrix of a dense checkpoint."""
+    beat()
     members = [checkpoint.tensor(f"{member}.weight").to(device) for member in fused.members]
     other = [member.dtype for member in members if member.dtype not in _SOURCE_DTYPES]
     if other:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from qerl.errors import RunError, UserError
+from qerl.heartbeat import beat
 from qerl.tasks.board import Board, Job
 from qerl.tasks.calls import (
     FailureKind,
@@ -107,6 +108,7 @@ class RewardPool:
             while queue or any(self._jobs):
                 self._assign(queue, board)
                 for index, outcome in self._wait():
+                    beat()
                     self._settle(index, outcome, board, queue)
         except BaseException:  # Ctrl-C too: a later call must not meet the answers of this one
             for index, job in enumerate(self._jobs):
