@@ -29,13 +29,13 @@ from qerl.config import Config
 from qerl.cuda_memory import cuda_memory
 from qerl.engine.vllm_arguments import VllmOptions
 from qerl.engine.vllm_engine import VllmEngine
-from qerl.memory_plan import MemoryPlan, Place, budget_of, make_memory_plan
 from qerl.model.policy import Policy
 from qerl.optim import make_optimizer
 from qerl.parity import check_parity
+from qerl.planning.memory_plan import MemoryPlan, Place, budget_of, make_memory_plan
+from qerl.planning.sizes import GIB
 from qerl.probe import probe_update
 from qerl.quant.layout import build_layout
-from qerl.sizes import GIB
 from qerl.start_checks import cap_memory
 from qerl.types import GenerationRequest, Rollout, Sampling
 

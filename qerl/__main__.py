@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from qerl import __version__
-from qerl.cli import run_main
 from qerl.errors import UserError
+from qerl.settings.cli import run_main
 
 COMMANDS = {
     "train": "Train an adapter: the main job.",

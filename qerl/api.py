@@ -24,11 +24,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl.arms import words_of
 from qerl.cache import build_once, cache_root
+from qerl.comparison.arms import words_of
 from qerl.config import Config
 from qerl.errors import UserError
-from qerl.layers import Layer, Setting, build_config, layer_of
+from qerl.settings.layers import Layer, Setting, build_config, layer_of
 
 if TYPE_CHECKING:
     import datasets
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from qerl.build import Inference
-    from qerl.compare_result import ComparisonResult
+    from qerl.comparison.result import ComparisonResult
 
 Rows = Sequence[Mapping[str, Any]]
 Reward = str | Callable[..., Any]
@@ -97,9 +97,9 @@ def compare(
     Rewards are built-in names or FILE.py:FUNCTION: a function of this session does not reach another process. Raises
     UserError for bad input; runs that fail are in the result.
     """
-    from qerl.arms import make_comparison
     from qerl.compare import finish
-    from qerl.compare_runner import Runner
+    from qerl.comparison.arms import make_comparison
+    from qerl.comparison.runner import Runner
 
     layer = _layer("qerl.compare", settings) | _dataset_layer(dataset)
     options = {"arms": arms, "seeds": seeds, "baseline": baseline}
@@ -116,7 +116,7 @@ def compare(
 
 def load_comparison(folder: str | Path) -> "ComparisonResult":
     """A comparison that was run before. Raises UserError if the folder holds none."""
-    from qerl.compare_result import ComparisonResult
+    from qerl.comparison.result import ComparisonResult
 
     return ComparisonResult(Path(folder))
 

@@ -15,18 +15,18 @@ from qerl.engine.base import Engine
 from qerl.engine.choice import EngineChoice, choose_engine
 from qerl.engine.transformers_engine import TransformersEngine
 from qerl.errors import UserError
-from qerl.evaluation import accuracy_note
+from qerl.evaluation.policy import accuracy_note
 from qerl.kernels.humming_layout import mma_of, pack
 from qerl.memory import return_freed_memory
-from qerl.memory_plan import Place, budget_of, make_memory_plan
 from qerl.metrics import say
 from qerl.model.policy import Policy, check_adapter
 from qerl.model.source import ModelSource
+from qerl.planning.memory_plan import Place, budget_of, make_memory_plan
+from qerl.planning.sizes import GIB, Sizes
 from qerl.quant.base_weights import BaseWeights, check_source
 from qerl.quant.layout import Layout
 from qerl.quant.nvfp4 import Nvfp4Weight
 from qerl.quant.packed import PackedWeight
-from qerl.sizes import GIB, Sizes
 from qerl.tasks import Task, load_task
 from qerl.tasks.asks import notes_on_marks
 from qerl.tasks.prompts import EncodedProblems, encode_problems

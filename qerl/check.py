@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from qerl.cli import ExtraFlag, parse_config, run_main
 from qerl.errors import UserError
+from qerl.settings.cli import ExtraFlag, parse_config, run_main
 
 if TYPE_CHECKING:
-    from qerl.diagnosis import Finding
+    from qerl.diagnosis.findings import Finding
     from qerl.run import Preparation
     from qerl.tasks.pool import RewardPool
 
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check_gold(prepared: "Preparation", pool: "RewardPool", num_golds: int) -> "list[Finding]":
-    from qerl.gold_check import describe_gold, findings_of_gold, score_gold
+    from qerl.diagnosis.gold_check import describe_gold, findings_of_gold, score_gold
     from qerl.metrics import say
 
     data = prepared.data
@@ -93,9 +93,9 @@ def _check_sample(
     prepared: "Preparation", pool: "RewardPool", num_problems: int
 ) -> "list[Finding]":
     from qerl.build import open_inference
-    from qerl.diagnosis import findings_of_samples
-    from qerl.evaluation import correctness_reward
-    from qerl.figures import describe_figures, figures_of
+    from qerl.diagnosis.figures import describe_figures, figures_of
+    from qerl.diagnosis.findings import findings_of_samples
+    from qerl.evaluation.policy import correctness_reward
     from qerl.metrics import format_completions, say
     from qerl.rollout import completion_rows, generate, score
     from qerl.tasks.rewards import total_rewards
@@ -145,7 +145,7 @@ def _verdict(findings: "Sequence[Finding]", sampled: bool) -> list[str]:
 
 
 def _warning(text: str) -> "Finding":
-    from qerl.diagnosis import Finding
+    from qerl.diagnosis.findings import Finding
 
     return Finding("warning", text)
 

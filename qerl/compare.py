@@ -14,11 +14,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl.arms import Comparison, make_comparison
 from qerl.callable_module import CallableModule
-from qerl.cli import ExtraFlag, parse_arguments, run_main
-from qerl.compare_runner import Runner, say
+from qerl.comparison.arms import Comparison, make_comparison
+from qerl.comparison.runner import Runner, say
 from qerl.errors import UserError
+from qerl.settings.cli import ExtraFlag, parse_arguments, run_main
 
 if TYPE_CHECKING:
     from qerl.reporting.comparison import ComparisonReport
@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 UNFINISHED = 75
 """EX_TEMPFAIL: give the same command again."""
 FLAGS = (
-    ExtraFlag("arms", "What is compared, with commas between; see qerl/arms.py.", takes_value=True),
+    ExtraFlag(
+        "arms",
+        "What is compared, with commas between; see qerl/comparison/arms.py.",
+        takes_value=True,
+    ),
     ExtraFlag("seeds", "Seeds of every arm, with commas between.", takes_value=True),
     ExtraFlag("baseline", "The arm that the others are compared with.", takes_value=True),
     ExtraFlag("target_accuracy", "Report steps and minutes to these accuracies.", takes_value=True),

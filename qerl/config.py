@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from qerl.config_algo import AlgoConfig, CorrectionConfig
-from qerl.config_base import Fraction, NonNegative, Positive, Section, aliases
+from qerl.settings.algo import AlgoConfig, CorrectionConfig
+from qerl.settings.base import Fraction, NonNegative, Positive, Section, aliases
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 

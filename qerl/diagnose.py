@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.cli import ExtraFlag, parse_arguments, run_main
 from qerl.errors import UserError
+from qerl.settings.cli import ExtraFlag, parse_arguments, run_main
 
 if TYPE_CHECKING:
-    from qerl.diagnosis import Finding
+    from qerl.diagnosis.findings import Finding
 
 RUN = ExtraFlag("run", "Run folder.", positional=True)
 STEPS = ExtraFlag("steps", "Steps to look at, the last ones.", takes_value=True, default="20")
@@ -39,8 +39,8 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"{next(iter(layer))}: a run has its settings already; diagnose takes none")
     if not options.steps.isdecimal() or int(options.steps) == 0:
         raise UserError(f"--steps {options.steps}: give a whole number of steps, 1 or more")
-    from qerl.diagnosis import findings_of_metrics, findings_of_samples, recent_rows
-    from qerl.figures import describe_figures, figures_of
+    from qerl.diagnosis.figures import describe_figures, figures_of
+    from qerl.diagnosis.findings import findings_of_metrics, findings_of_samples, recent_rows
     from qerl.metrics import read_metrics, say
     from qerl.run_folder import read_run_config
 
@@ -71,7 +71,7 @@ def _adapter_findings(run_dir: Path) -> "list[Finding]":
     """The norm of what was learnt: an adapter whose B matrices are 0 changes nothing."""
     from safetensors import safe_open
 
-    from qerl.diagnosis import Finding
+    from qerl.diagnosis.findings import Finding
 
     path = run_dir / "adapter" / "adapter_model.safetensors"
     if not path.exists():

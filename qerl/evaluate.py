@@ -4,7 +4,7 @@
     python -m qerl.evaluate runs/NAME                                a run's adapter beside its base
     python -m qerl.evaluate --model quickstart --adapter FOLDER      any adapter
 
-The loop evaluates through the same function, `qerl.evaluation.evaluate_policy`. Manual: docs/evaluation.md.
+The loop evaluates through the same function, `qerl.evaluation.policy.evaluate_policy`. Manual: docs/evaluation.md.
 """
 
 import json
@@ -14,14 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl.cli import ExtraFlag, run_main
 from qerl.config import Config
 from qerl.errors import UserError
-from qerl.run_arguments import parse_run_arguments
+from qerl.settings.cli import ExtraFlag, run_main
+from qerl.settings.run_arguments import parse_run_arguments
 
 if TYPE_CHECKING:
     from qerl.build import Data, Inference
-    from qerl.evaluation import Evaluation
+    from qerl.evaluation.policy import Evaluation
     from qerl.evaluation_arms import ProbeDifference
 
 ROWS_SHOWN = 5
@@ -64,9 +64,9 @@ def main(argv: list[str] | None = None) -> int:
         config = _with_adapters_own_settings(config, adapter)
     folder = _results_folder(config, options, adapter)
     from qerl.build import build_data, load_tokenizer, open_inference
-    from qerl.evaluation import with_own_grader
+    from qerl.evaluation.policy import with_own_grader
+    from qerl.evaluation.report import compare, table, verdict, write_report
     from qerl.evaluation_arms import evaluate_arm, evaluate_both
-    from qerl.evaluation_report import compare, table, verdict, write_report
     from qerl.metrics import format_completions, say
     from qerl.model.source import resolve_model
     from qerl.tasks.pool import open_pool
@@ -170,7 +170,7 @@ def _description(config: Config, data: "Data", inference: "Inference", k: int) -
 
 
 def _rule(data: "Data") -> str:
-    from qerl.evaluation import correctness_reward
+    from qerl.evaluation.policy import correctness_reward
 
     name = correctness_reward(data.rewards, data.task)
     own = name in data.task.reward_funcs
@@ -211,7 +211,7 @@ def _settings(
 ) -> dict[str, Any]:
     """What was evaluated and how, for summary.json."""
     from qerl import __version__
-    from qerl.evaluation import correctness_reward
+    from qerl.evaluation.policy import correctness_reward
 
     settings: dict[str, Any] = {
         "model": config.model,

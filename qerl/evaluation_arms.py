@@ -12,7 +12,7 @@ from qerl.build import Data, Inference
 from qerl.config import Config
 from qerl.engine.base import Engine
 from qerl.errors import UserError
-from qerl.evaluation import Evaluation, correctness_reward, evaluate_policy
+from qerl.evaluation.policy import Evaluation, correctness_reward, evaluate_policy
 from qerl.metrics import format_duration, say
 from qerl.model.policy import Policy
 from qerl.rollout import generate

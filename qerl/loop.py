@@ -17,7 +17,7 @@ from torch import Tensor
 from qerl.algo.advantages import group_advantages, group_spread
 from qerl.algo.noise import noise_at
 from qerl.collect import collect, dynamic_sampling_metrics
-from qerl.evaluation import Evaluation, correctness_reward, evaluate_policy
+from qerl.evaluation.policy import Evaluation, correctness_reward, evaluate_policy
 from qerl.metrics import PhaseTimer
 from qerl.rollout import Batch, completion_rows
 from qerl.run import Run

@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl.cli import parse_config, run_main
 from qerl.errors import RunError
+from qerl.settings.cli import parse_config, run_main
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,15 +11,15 @@ cannot be counted in tokens without a tokenizer, so they are taken to be as long
 import sys
 from typing import TYPE_CHECKING
 
-from qerl.cli import parse_config, run_main
 from qerl.config import Config
 from qerl.errors import UserError
+from qerl.settings.cli import parse_config, run_main
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from qerl.model.source import Download
-    from qerl.planning import Plan
+    from qerl.planning.run_plan import Plan
     from qerl.run import Preparation
 
 
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         description="Say what a training command would need, and whether it fits.",
     )
     from qerl.metrics import say
-    from qerl.planning import check_plan, format_plan
+    from qerl.planning.run_plan import check_plan, format_plan
 
     plan = plan_for(config)
     say(format_plan(plan))
@@ -48,12 +48,12 @@ def plan_for(config: Config) -> "Plan":
 
     from qerl.build import context_limit, resolve_device, resolve_dtype, run_dir_of
     from qerl.engine.choice import choose_engine, engine_elsewhere
-    from qerl.memory_plan import Place, budget_of, make_memory_plan
     from qerl.model.source import describe_remote
-    from qerl.planning import make_plan
+    from qerl.planning.memory_plan import Place, budget_of, make_memory_plan
+    from qerl.planning.run_plan import make_plan
+    from qerl.planning.step_time import measure_speed
     from qerl.quant.layout import build_layout
     from qerl.run import prepare
-    from qerl.step_time import measure_speed
 
     elsewhere = config.device == "cuda" and not torch.cuda.is_available()
     device = torch.device("cuda") if elsewhere else resolve_device(config)
@@ -90,8 +90,8 @@ def plan_for(config: Config) -> "Plan":
 
 def plan_of(prepared: "Preparation") -> "Plan":
     """The plan of a run whose model files and data are on this machine."""
-    from qerl.planning import make_plan
-    from qerl.step_time import measure_speed
+    from qerl.planning.run_plan import make_plan
+    from qerl.planning.step_time import measure_speed
 
     return make_plan(
         prepared.config,
@@ -109,10 +109,11 @@ def plan_of(prepared: "Preparation") -> "Plan":
 
 def _config_of(config: Config, download: "Download") -> "PreTrainedConfig":
     """The model's config: from its files, the hub, or the table of known models, whichever there is."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    from qerl.known_models import known_config
     from qerl.model.source import resolve_model
+    from qerl.planning.known_models import known_config
 
     if download.num_bytes == 0:
         return AutoConfig.from_pretrained(resolve_model(config.model, config.revision).folder)
@@ -126,7 +127,7 @@ def _config_of(config: Config, download: "Download") -> "PreTrainedConfig":
         return known
     try:
         return AutoConfig.from_pretrained(config.model, revision=config.revision)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise UserError(
             f"the config of {config.model} cannot be read ({str(error).splitlines()[0]}), "
             "so its sizes are not known; there is no plan without them"

@@ -7,9 +7,9 @@ gives it back. Nothing remains of it: the gradients are dropped, no random numbe
 import torch
 
 from qerl.memory import peak_gib
-from qerl.memory_plan import MemoryPlan
 from qerl.model.packing import Item, pack
 from qerl.model.policy import Policy
+from qerl.planning.memory_plan import MemoryPlan
 from qerl.types import Rollout
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn, get_args
 
 from qerl.config import Config
 from qerl.errors import UserError
-from qerl.presets import preset_folder, preset_names, read_toml
+from qerl.settings.presets import preset_folder, preset_names, read_toml
 
 if TYPE_CHECKING:
     from qerl.quant.report import LinearReport, PackingReport
@@ -207,6 +207,6 @@ def _megabytes(nbytes: int) -> str:
 
 
 if __name__ == "__main__":
-    from qerl.cli import run_main
+    from qerl.settings.cli import run_main
 
     run_main(main)

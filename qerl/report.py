@@ -9,8 +9,8 @@ The page is one file that needs no network. For arms over seeds, with intervals,
 import sys
 from pathlib import Path
 
-from qerl.cli import run_main
 from qerl.errors import UserError
+from qerl.settings.cli import run_main
 
 USAGE = """\
 usage: python -m qerl.report RUN... [--out FILE.html]

@@ -36,20 +36,20 @@ from qerl.build import (
 )
 from qerl.config import Config
 from qerl.data_order import Cursor, cursor_of_step, steps_per_epoch
-from qerl.diagnosis import say_if_flat
+from qerl.diagnosis.findings import say_if_flat
 from qerl.engine.base import Engine
 from qerl.engine.choice import EngineChoice, choose_engine
-from qerl.evaluation import Evaluation
+from qerl.evaluation.policy import Evaluation
 from qerl.failures import failure_log, phase
-from qerl.footprint import recomputed_layers
 from qerl.identity import identity_of
 from qerl.memory import memory_metrics
-from qerl.memory_plan import MemoryPlan, Place, budget_of, make_memory_plan
 from qerl.metrics import MetricsWriter, progress_line, read_metrics, say
 from qerl.model.policy import Policy
 from qerl.model.source import ModelSource, resolve_model
 from qerl.optim import make_optimizer
-from qerl.plan_record import PlanRecord
+from qerl.planning.footprint import recomputed_layers
+from qerl.planning.memory_plan import MemoryPlan, Place, budget_of, make_memory_plan
+from qerl.planning.record import PlanRecord
 from qerl.quant.layout import Layout
 from qerl.reward_trial import try_rewards
 from qerl.run_folder import RunState, open_run

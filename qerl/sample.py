@@ -7,9 +7,9 @@ goes as it is.
 import sys
 from typing import TYPE_CHECKING
 
-from qerl.cli import ExtraFlag, run_main
 from qerl.errors import UserError
-from qerl.run_arguments import parse_run_arguments
+from qerl.settings.cli import ExtraFlag, run_main
+from qerl.settings.run_arguments import parse_run_arguments
 
 if TYPE_CHECKING:
     from qerl.config import Config

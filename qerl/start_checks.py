@@ -8,11 +8,11 @@ import torch
 from qerl.config import Config
 from qerl.cuda_memory import cuda_memory
 from qerl.failures import phase
-from qerl.footprint import RUNTIME_BYTES
-from qerl.footprint_vllm import CODE_BYTES
-from qerl.memory_plan import MemoryPlan
 from qerl.metrics import say
 from qerl.parity import check_parity, parity_prompts
+from qerl.planning.footprint import RUNTIME_BYTES
+from qerl.planning.footprint_vllm import CODE_BYTES
+from qerl.planning.memory_plan import MemoryPlan
 from qerl.probe import probe_update
 
 if TYPE_CHECKING:

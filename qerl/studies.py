@@ -14,12 +14,12 @@ from qerl.algo.noise import noise_at
 from qerl.build import Inference, build_data, load_tokenizer, open_inference
 from qerl.config import NoiseConfig
 from qerl.errors import UserError
-from qerl.layers import build_config, layer_of
 from qerl.model.packing import Item, pack
 from qerl.model.source import resolve_model
 from qerl.quant.nvfp4 import BLOCK_SIZE, E2M1_VALUES, ROUNDINGS, Nvfp4Weight, pack_nvfp4
 from qerl.quant.packed import dequantize, sqnr_db
 from qerl.rollout import generate
+from qerl.settings.layers import build_config, layer_of
 from qerl.types import NoiseDraw, Rollout
 
 NORM_DTYPES = ("float32", "bfloat16")

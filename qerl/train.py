@@ -11,7 +11,7 @@ so `--help` and mistakes answer at once.
 import sys
 
 from qerl.callable_module import CallableModule
-from qerl.cli import ExtraFlag, parse_config, run_main
+from qerl.settings.cli import ExtraFlag, parse_config, run_main
 
 DRY_RUN = ExtraFlag("dry_run", "Print the plan (sizes, memory, downloads, steps, time) and stop.")
 
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     from qerl.metrics import say
     from qerl.plan import plan_for, plan_of
-    from qerl.planning import check_plan, format_plan
+    from qerl.planning.run_plan import check_plan, format_plan
 
     if options.dry_run:
         plan = plan_for(config)

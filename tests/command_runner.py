@@ -14,7 +14,7 @@ import tempfile
 import traceback
 from functools import partial
 
-from qerl.cli import run_main
+from qerl.settings.cli import run_main
 
 
 def run_command(words: list[str]) -> dict[str, object]:

@@ -155,7 +155,7 @@ def test_a_wheel_carries_the_presets():
 )
 def test_exit_codes(raised, code, line):
     source = (
-        "from qerl.cli import run_main\nfrom qerl.errors import RunError, UserError\n"
+        "from qerl.settings.cli import run_main\nfrom qerl.errors import RunError, UserError\n"
         f"def main(): raise {raised}\nrun_main(main)"
     )
     done = subprocess.run(
@@ -165,7 +165,7 @@ def test_exit_codes(raised, code, line):
 
 
 def test_a_defect_is_not_dressed_up_as_a_mistake_of_the_user():
-    source = "from qerl.cli import run_main\nrun_main(lambda: 1 // 0)"
+    source = "from qerl.settings.cli import run_main\nrun_main(lambda: 1 // 0)"
     done = subprocess.run(
         [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=False
     )

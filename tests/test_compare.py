@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from qerl.arms import make_comparison
-from qerl.cli import parse_arguments
 from qerl.compare import FLAGS, finish, main, make_report
-from qerl.compare_runner import Runner
+from qerl.comparison.arms import make_comparison
+from qerl.comparison.runner import Runner
 from qerl.errors import UserError
+from qerl.evaluation.statistics import Interval
 from qerl.metrics import read_metrics
 from qerl.report import main as report_main
 from qerl.reporting.charts import nice_ticks
 from qerl.reporting.comparison import read_comparison
 from qerl.reporting.runs import completion_rows
-from qerl.statistics import Interval
+from qerl.settings.cli import parse_arguments
 from qerl.train import main as train_main
 
 ROOT = Path(__file__).parent.parent
@@ -151,7 +151,7 @@ if "nvfp4" in str(run) and not run.exists():
 
 def test_failed_and_stopped_runs_do_not_lose_the_others(tmp_path, monkeypatch, capsys):
     """With a stand-in for training: bf16 always fails, nvfp4 takes long the first time and saves when it is asked to."""
-    monkeypatch.setattr("qerl.compare_runner.TRAIN", (sys.executable, "-c", STAND_IN))
+    monkeypatch.setattr("qerl.comparison.runner.TRAIN", (sys.executable, "-c", STAND_IN))
     words = [*WORDS, "--arms", "bf16,nf4,nvfp4,nvfp4+aqn", "--seeds", "0"]
     words += ["--run-dir", str(tmp_path / "c")]
 

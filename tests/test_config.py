@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from qerl.cli import ExtraFlag, parse_arguments, parse_config
 from qerl.config import Config
 from qerl.errors import UserError
 from qerl.families import FAMILIES
-from qerl.fields import ALIASES, fields, find_field, sections, unique_leaves
-from qerl.foreign import EXPLAINED, RENAMED, VALUES
-from qerl.layers import build_config
-from qerl.presets import preset_folder, preset_names, read_toml
+from qerl.settings.cli import ExtraFlag, parse_arguments, parse_config
+from qerl.settings.fields import ALIASES, fields, find_field, sections, unique_leaves
+from qerl.settings.foreign import EXPLAINED, RENAMED, VALUES
+from qerl.settings.layers import build_config
+from qerl.settings.presets import preset_folder, preset_names, read_toml
 
 ROOT = Path(__file__).parent.parent
 
@@ -214,8 +214,8 @@ def test_presets_follow_the_papers_recipe():
 
 def test_a_preset_with_an_unknown_key_names_file_and_key(tmp_path, monkeypatch):
     (tmp_path / "broken.toml").write_text('model = "tiny"\n[train]\nlearnig_rate = 1e-4\n')
-    monkeypatch.setattr("qerl.layers.preset_names", lambda: ("broken",))
-    monkeypatch.setattr("qerl.layers.preset_folder", lambda: tmp_path)
+    monkeypatch.setattr("qerl.settings.layers.preset_names", lambda: ("broken",))
+    monkeypatch.setattr("qerl.settings.layers.preset_folder", lambda: tmp_path)
     message = error_of("--model", "broken")
     assert "broken.toml" in message
     assert "train.learnig_rate" in message

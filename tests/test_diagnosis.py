@@ -2,8 +2,13 @@
 
 import pytest
 
-from qerl.diagnosis import Finding, findings_of_metrics, findings_of_samples, flat_reward_line
-from qerl.figures import Figures, describe_figures, figures_of
+from qerl.diagnosis.figures import Figures, describe_figures, figures_of
+from qerl.diagnosis.findings import (
+    Finding,
+    findings_of_metrics,
+    findings_of_samples,
+    flat_reward_line,
+)
 
 LIMIT = 100
 

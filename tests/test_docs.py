@@ -23,8 +23,8 @@ from pathlib import Path
 
 import pytest
 
-from qerl.cli import parse_config
-from qerl.layers import Setting, build_config
+from qerl.settings.cli import parse_config
+from qerl.settings.layers import Setting, build_config
 from qerl.train import DRY_RUN
 
 ROOT = Path(__file__).parent.parent

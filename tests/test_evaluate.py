@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from qerl.errors import UserError
 from qerl.evaluate import main
-from qerl.evaluation import (
+from qerl.evaluation.policy import (
     Evaluation,
     ProblemScore,
     accuracy_note,
@@ -20,8 +20,8 @@ from qerl.evaluation import (
     evaluate_policy,
     with_own_grader,
 )
+from qerl.evaluation.report import compare, problem_metrics, table, verdict
 from qerl.evaluation_arms import ProbeDifference
-from qerl.evaluation_report import compare, problem_metrics, table, verdict
 from qerl.tasks.calls import BuiltinFunction, FileFunction, RewardFailure, RewardResult, RewardSpec
 from qerl.tasks.problems import Task
 from qerl.tasks.prompts import EncodedProblems

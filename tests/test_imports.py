@@ -17,20 +17,14 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
         f"qerl.{name}": HEAVY
         for name in (
             "config",
-            "config_algo",
-            "config_base",
             "errors",
             "families",
-            "fields",
-            "foreign",
-            "layers",
-            "arms",
-            "compare_runner",
-            "cli",
-            "cli_help",
+            "settings",
+            "comparison.arms",
+            "comparison.runner",
         )
     },
-    "qerl.presets": HEAVY,
+    "qerl.settings.presets": HEAVY,
     "qerl.cache": HEAVY,
     "qerl.types": ("qerl.",),
     "qerl.algo": ("qerl.quant", "qerl.model", "qerl.engine", "qerl.tasks", "transformers"),
@@ -129,7 +123,7 @@ def test_the_rules_see_imports(tmp_path):
 @pytest.mark.parametrize(
     "statement",
     [
-        "import qerl.cli, qerl.cli_help, qerl.__main__",
+        "import qerl.settings.cli, qerl.settings.cli_help, qerl.__main__",
         "import qerl.train, qerl.compare, qerl.report",
         "import qerl.tasks, pkgutil, importlib\n"
         "for module in pkgutil.iter_modules(qerl.tasks.__path__): importlib.import_module(f'qerl.tasks.{module.name}')",

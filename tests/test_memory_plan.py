@@ -16,19 +16,19 @@ from qerl.engine.transformers_engine import TransformersEngine
 from qerl.engine.vllm_adapter import AdapterBuffers, adapter_parts
 from qerl.errors import RunError, UserError
 from qerl.failures import phase
-from qerl.footprint import microbatch_tokens, num_parameters, packed_bytes
-from qerl.footprint_vllm import _adapter_bytes, padded_matrix_bytes
 from qerl.kernels.humming_layout import pack as to_humming
-from qerl.known_models import known_config
 from qerl.memory import is_out_of_memory
-from qerl.memory_plan import Budget, Place, budget_of, largest_that, make_memory_plan
 from qerl.plan import main
-from qerl.plan_record import PlanRecord
-from qerl.presets import preset_folder, preset_names, read_toml
+from qerl.planning.footprint import microbatch_tokens, num_parameters, packed_bytes
+from qerl.planning.footprint_vllm import _adapter_bytes, padded_matrix_bytes
+from qerl.planning.known_models import known_config
+from qerl.planning.memory_plan import Budget, Place, budget_of, largest_that, make_memory_plan
+from qerl.planning.record import PlanRecord
+from qerl.planning.sizes import GIB, Sizes
 from qerl.probe import probe_update
 from qerl.quant.base_weights import BaseWeights
 from qerl.quant.layout import build_layout
-from qerl.sizes import GIB, Sizes
+from qerl.settings.presets import preset_folder, preset_names, read_toml
 from qerl.start_checks import cap_memory, wants_parity
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

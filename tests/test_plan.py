@@ -12,7 +12,10 @@ from qerl.config import Config
 from qerl.engine.choice import EngineChoice
 from qerl.engine.transformers_engine import TransformersEngine
 from qerl.errors import UserError
-from qerl.footprint import (
+from qerl.memory import GIB
+from qerl.optim import make_optimizer, optimizer_tensors
+from qerl.plan import main
+from qerl.planning.footprint import (
     adapter_shapes,
     dense_bytes,
     footprint,
@@ -23,15 +26,12 @@ from qerl.footprint import (
     peak_bytes,
     recomputed_layers,
 )
-from qerl.memory import GIB
-from qerl.memory_plan import SLACK_SHARE, Budget, Place, budget_of, make_memory_plan
-from qerl.optim import make_optimizer, optimizer_tensors
-from qerl.plan import main
-from qerl.planning import check_plan, format_plan, make_plan
+from qerl.planning.memory_plan import SLACK_SHARE, Budget, Place, budget_of, make_memory_plan
+from qerl.planning.run_plan import check_plan, format_plan, make_plan
+from qerl.planning.sizes import Part, dims_of
+from qerl.planning.step_time import Speed, measure_speed
 from qerl.quant.base_weights import BaseWeights
 from qerl.quant.layout import build_layout
-from qerl.sizes import Part, dims_of
-from qerl.step_time import Speed, measure_speed
 from qerl.types import GenerationRequest, Sampling
 from tests.helpers import load_policy, make_rollout, pack_items
 

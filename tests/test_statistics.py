@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qerl.statistics import (
+from qerl.evaluation.statistics import (
     Interval,
     _student_quantile,
     bootstrap_interval,

@@ -5,9 +5,9 @@ python tools/config_docs.py
 
 from pathlib import Path
 
-from qerl.cli_help import flag_name, show_default
-from qerl.fields import ALIASES, FieldSpec, fields, sections
-from qerl.foreign import EXPLAINED, RENAMED, VALUES
+from qerl.settings.cli_help import flag_name, show_default
+from qerl.settings.fields import ALIASES, FieldSpec, fields, sections
+from qerl.settings.foreign import EXPLAINED, RENAMED, VALUES
 
 TARGET = Path(__file__).parent.parent / "docs" / "configuration.md"
 

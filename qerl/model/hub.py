@@ -27,7 +27,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import filter_repo_objects
 
 from qerl.errors import UserError
-from qerl.presets import nearest_model_names
+from qerl.settings.presets import nearest_model_names
 
 HUB_TIMEOUT_S = 6.0
 

@@ -12,7 +12,7 @@ from qerl.errors import UserError
 from qerl.model.hub import HubUnreachableError, cached_snapshot, download, hub_info, missing_files
 from qerl.model.tiny import build_tiny
 from qerl.model.wheel import require_gguf, resolve_wheel
-from qerl.presets import nearest_model_names
+from qerl.settings.presets import nearest_model_names
 
 TINY_FOLDER = "tiny-2"
 """Named by the version of `build_tiny`'s output, so that a change of it is not hidden by the cache."""

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qerl.compare_runner import read_status
+from qerl.comparison.runner import read_status
 from qerl.errors import UserError
+from qerl.evaluation.statistics import (
+    difference_in_words,
+)
 from qerl.reporting.differences import (
     QUANTITIES,
     ArmRuns,
@@ -24,9 +27,6 @@ from qerl.reporting.runs import (
     points,
     problems_of_steps,
     read_record,
-)
-from qerl.statistics import (
-    difference_in_words,
 )
 
 MAX_ORDER_STEPS = 200

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qerl.errors import UserError
+from qerl.evaluation.statistics import Interval, bootstrap_interval, seeds_and_problems_interval
 from qerl.reporting.runs import (
     ACCURACY,
     STEP_SECONDS,
@@ -20,14 +21,13 @@ from qerl.reporting.runs import (
     points,
     problem_scores,
 )
-from qerl.statistics import Interval, bootstrap_interval, seeds_and_problems_interval
 
 LAST_SHARE = 0.2
 """Training reward and entropy "at the end" are means of this share of the steps."""
 EARLY_SHARE = 0.4
 """Accuracy "early" is that of the evaluation nearest to this share of the run."""
 RANGE_BELOW = 8
-"""With fewer values a bootstrap interval is their range (see `qerl.statistics`)."""
+"""With fewer values a bootstrap interval is their range (see `qerl.evaluation.statistics`)."""
 
 
 @dataclass(frozen=True)

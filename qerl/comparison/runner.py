@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from qerl.arms import Comparison, PlannedRun
+from qerl.comparison.arms import Comparison, PlannedRun
 from qerl.errors import UserError
 
 STATUS = "compare.json"

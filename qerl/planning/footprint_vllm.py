@@ -1,6 +1,6 @@
 """How many bytes the vLLM engine takes beside the base, counted from shapes.
 
-Letters as in `qerl.footprint`; b is the most tokens of one forward pass of vLLM, s the most sequences at once.
+Letters as in `qerl.planning.footprint`; b is the most tokens of one forward pass of vLLM, s the most sequences at once.
 
 always    adapter      c r (n K + N) for each fused matrix [N, K] of n members, in the activations' dtype
           twice        norms that carry noise in fp32, biases of fused matrices
@@ -19,8 +19,8 @@ import torch
 from qerl.config import Config
 from qerl.engine.vllm_arguments import capture_sizes, sequence_bytes
 from qerl.kernels.humming_layout import padded_shape
+from qerl.planning.sizes import Part, Sizes, dims_of
 from qerl.quant.layout import FusedLinear, Layout
-from qerl.sizes import Part, Sizes, dims_of
 
 CODE_BYTES = int(0.5 * 2**30)
 """vLLM's and its attention's compiled code, cuBLAS' workspaces: an estimate until it is measured."""

@@ -1,6 +1,6 @@
 """The plan of a run, made before anything is downloaded, packed or trained: sizes, memory, steps, disk, rough time.
 
-Memory is counted by `qerl.footprint`, sizes are chosen by `qerl.memory_plan`, time is guessed by `qerl.step_time`. A run
+Memory is counted by `qerl.planning.footprint`, sizes are chosen by `qerl.planning.memory_plan`, time is guessed by `qerl.planning.step_time`. A run
 that does not fit is refused here, with the settings to lower and the least that would do, instead of at step 120. A plan
 can be made for a GPU that is not here: `--device cuda --memory-gib 74.5`.
 """
@@ -15,7 +15,9 @@ from qerl.checkpoint import check_disk_space
 from qerl.config import Config
 from qerl.engine.choice import EngineChoice
 from qerl.errors import UserError
-from qerl.footprint import (
+from qerl.memory import free_disk_gib
+from qerl.metrics import format_duration
+from qerl.planning.footprint import (
     adapter_shapes,
     num_parameters,
     optimizer_bytes,
@@ -24,13 +26,11 @@ from qerl.footprint import (
     recomputed_layers,
     recomputes,
 )
-from qerl.footprint_vllm import cache_bytes
-from qerl.memory import free_disk_gib
-from qerl.memory_plan import MemoryPlan
-from qerl.metrics import format_duration
+from qerl.planning.footprint_vllm import cache_bytes
+from qerl.planning.memory_plan import MemoryPlan
+from qerl.planning.sizes import GIB, Part, dims_of
+from qerl.planning.step_time import Speed, estimate_step_s
 from qerl.quant.layout import Layout
-from qerl.sizes import GIB, Part, dims_of
-from qerl.step_time import Speed, estimate_step_s
 
 
 @dataclass(frozen=True)

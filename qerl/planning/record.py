@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from qerl.engine.choice import EngineChoice
-from qerl.memory_plan import MemoryPlan
-from qerl.sizes import GIB
+from qerl.planning.memory_plan import MemoryPlan
+from qerl.planning.sizes import GIB
 
 FILE = "plan.json"
 

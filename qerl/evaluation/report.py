@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from qerl.errors import UserError
-from qerl.evaluation import Evaluation, ProblemScore
-from qerl.statistics import (
+from qerl.evaluation.policy import Evaluation, ProblemScore
+from qerl.evaluation.statistics import (
     Interval,
     bootstrap_interval,
     difference_in_words,

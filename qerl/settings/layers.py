@@ -16,9 +16,9 @@ from pydantic import ValidationError
 
 from qerl.config import Config
 from qerl.errors import UserError
-from qerl.fields import FieldSpec, fields, find_field, sections
-from qerl.foreign import VALUES
-from qerl.presets import preset_folder, preset_names, read_toml
+from qerl.settings.fields import FieldSpec, fields, find_field, sections
+from qerl.settings.foreign import VALUES
+from qerl.settings.presets import preset_folder, preset_names, read_toml
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ import torch
 
 from qerl.config import Config
 from qerl.errors import UserError
-from qerl.footprint import footprint, peak_bytes, phase_bytes, recomputes, wanted_sizes
-from qerl.footprint_vllm import cache_bytes
 from qerl.memory import free_gib
+from qerl.planning.footprint import footprint, peak_bytes, phase_bytes, recomputes, wanted_sizes
+from qerl.planning.footprint_vllm import cache_bytes
+from qerl.planning.sizes import GIB, Part, Sizes, dims_of
 from qerl.quant.layout import Layout
-from qerl.sizes import GIB, Part, Sizes, dims_of
 
 RESERVE_SHARE, RESERVE_MIN_GIB = 0.05, 0.5
 """Kept free when memory_gib is not given: a share of what is free, and at least so much."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qerl.config import Config
-from qerl.figures import Figures, Row, figures_of, is_same, variance
+from qerl.diagnosis.figures import Figures, Row, figures_of, is_same, variance
 from qerl.metrics import COMPLETIONS, read_completions, read_metrics, say
 
 LOW_SPREAD = 0.2

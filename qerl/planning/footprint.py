@@ -20,7 +20,7 @@ update    activations    what autograd keeps of a layer, times tokens x L. CUDA:
           one layer      the largest matrix dense (all of a layer's where it is recomputed), and the gradients that flow through it
 both      fp32 head      V H x 4, on the CPU in bf16 only: the head's products are in fp32
 
-With the vLLM engine the rollout is counted by `qerl.footprint_vllm` instead; a key/value cache that is not given back during the
+With the vLLM engine the rollout is counted by `qerl.planning.footprint_vllm` instead; a key/value cache that is not given back during the
 update is always there.
 
 The phases never overlap, so the peak is always + the larger of the two. Packed and adapter bytes are exact; the sum is
@@ -32,10 +32,10 @@ import math
 import torch
 
 from qerl.config import Config
-from qerl.footprint_vllm import engine_parts, padded_matrix_bytes
 from qerl.model.logprobs import CHUNK_BYTES
+from qerl.planning.footprint_vllm import engine_parts, padded_matrix_bytes
+from qerl.planning.sizes import GIB, Dims, Part, Phase, Sizes, dims_of
 from qerl.quant.layout import FusedLinear, Layout, is_norm
-from qerl.sizes import GIB, Dims, Part, Phase, Sizes, dims_of
 
 RUNTIME_BYTES = {"cpu": int(0.35 * GIB), "cuda": int(0.6 * GIB)}
 """Before any tensor: Python with torch, transformers, PEFT and bitsandbytes; a CUDA context and cuBLAS' workspace."""

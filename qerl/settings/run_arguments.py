@@ -5,10 +5,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from qerl.cli import ExtraFlag, parse_arguments
 from qerl.config import Config
 from qerl.errors import UserError
-from qerl.layers import Layer, Setting, build_config
+from qerl.settings.cli import ExtraFlag, parse_arguments
+from qerl.settings.layers import Layer, Setting, build_config
 
 RUN = ExtraFlag("run", "Run folder: its settings, and its adapter.", positional=True)
 ADAPTER = ExtraFlag(

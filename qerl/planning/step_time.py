@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from qerl.config import Config
-from qerl.footprint import microbatch_tokens, packed_bytes, recomputed_layers
-from qerl.memory_plan import Place
+from qerl.planning.footprint import microbatch_tokens, packed_bytes, recomputed_layers
+from qerl.planning.memory_plan import Place
+from qerl.planning.sizes import Sizes, dims_of
 from qerl.quant.layout import Layout
-from qerl.sizes import Sizes, dims_of
 
 PROBE_S = 0.15
 LAUNCH_S = {"cpu": 2e-4, "cuda": 8e-4}

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from qerl.config import Config
 from qerl.errors import UserError
-from qerl.foreign import explain_name
+from qerl.settings.foreign import explain_name
 
 Kind = Literal["switch", "integer", "number", "text", "choice", "list", "table"]
 

@@ -1,0 +1,1 @@
+"""Arms x seeds: what is compared, and its runs."""

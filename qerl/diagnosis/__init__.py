@@ -1,0 +1,1 @@
+"""Figures of scored completions and what they mean."""
