@@ -1,7 +1,7 @@
 """The configuration: frozen, typed, every field documented where it stands. Imports no torch.
 
 A field is addressed as `section.leaf` or, where the leaf is unique, as `leaf` alone: `--noise.sigma-start 0.01`
-and `--sigma_start 0.01` are the same. Precedence: defaults < preset < `--config FILE` < flags (see `cli.py`).
+and `--sigma_start 0.01` are the same. Precedence: defaults < preset < `--config FILE` < flags (see `settings/cli.py`).
 """
 
 from typing import Annotated, Any, Literal, Self
