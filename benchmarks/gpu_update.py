@@ -48,6 +48,7 @@ def main() -> int:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 8192])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--profile", action="store_true", help="also list the longest kernels")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -130,7 +131,21 @@ def run_arm(options: argparse.Namespace) -> None:
             "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
             "start_s": round(start_s, 1),
         }
+        if options.profile:
+            row["kernels"] = longest_kernels(step, lengths)
         print("ROW", json.dumps(row), flush=True)
+
+
+def longest_kernels(step: Step, lengths: list[int], count: int = 25) -> list[dict]:
+    """Milliseconds, calls and names of the kernels that take longest in one step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step(lengths)
+        torch.cuda.synchronize()
+    events = sorted(profile.key_averages(), key=lambda e: e.self_device_time_total, reverse=True)
+    return [
+        {"ms": round(e.self_device_time_total / 1e3, 2), "calls": e.count, "name": e.key[:120]}
+        for e in events[:count]
+    ]
 
 
 def start_ours(config, format: str) -> Step:
