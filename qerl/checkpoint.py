@@ -176,6 +176,15 @@ def refresh_adapter(run_dir: Path, checkpoint: Path, name: str = ADAPTER) -> Non
     flush_to_disk(adapter.parent)
 
 
+def refresh_best(run_dir: Path, metric: str) -> None:
+    """Make `best/` the adapter of the best checkpoint there is: a kill may have come before it, or others set aside."""
+    best = find_best_checkpoint(run_dir, metric)
+    if best is not None:
+        refresh_adapter(run_dir, best[0].path, BEST)
+    elif (Path(run_dir) / BEST).exists():
+        shutil.rmtree(Path(run_dir) / BEST)
+
+
 def set_aside_after(run_dir: Path, step: int) -> tuple[str, ...]:
     """Rename the checkpoints later than `step`, where a run is told to go on from; say what was renamed."""
     notes = []

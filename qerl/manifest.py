@@ -26,7 +26,7 @@ def damage(path: Path) -> str | None:
         return f"it has no {MANIFEST}"
     try:
         manifest = read_manifest(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"its {MANIFEST} cannot be read: {error}"
     step = manifest["step"]
     if path.name.isdecimal() and path.name != str(step):

@@ -168,7 +168,7 @@ def _parse_metrics(line: bytes) -> dict[str, Any] | None:
     """None unless it is a step's: an object of numbers (or null) with a whole `step`."""
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     numbers = isinstance(value, dict) and all(
         item is None or (isinstance(item, int | float) and not isinstance(item, bool))

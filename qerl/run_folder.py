@@ -22,6 +22,7 @@ from qerl.checkpoint import (
     checkpoint_at,
     find_latest_checkpoint,
     refresh_adapter,
+    refresh_best,
     remove_unfinished,
     set_aside_after,
     write_json_atomically,
@@ -132,6 +133,8 @@ def _open_locked(
         notes += set_aside_after(run_dir, start.step)
     if checkpoint is not None and checkpoint.path.parent.parent.resolve() == run_dir.resolve():
         refresh_adapter(run_dir, checkpoint.path)
+    if new["config"]["log"]["save_best"] != "off":
+        refresh_best(run_dir, new["config"]["log"]["save_best"])
     _record_changes(run_dir, stored, new, step)
     return RunState(run_dir, checkpoint, notes, lock)
 
@@ -195,7 +198,7 @@ def _stored_run(run_dir: Path) -> dict[str, Any] | None:
         stored = json.loads((run_dir / CONFIG).read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         if _looks_like_a_run(run_dir):
             raise UserError(
                 f"{run_dir / CONFIG} cannot be read ({error}), so it is not known which run this is. Nothing was "

@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
@@ -54,8 +53,11 @@ class Checkpoint:
         """transformers' config, without `quantization_config`: it describes the model, not the files."""
         try:
             config = AutoConfig.from_pretrained(self.folder)
-        except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
-            raise UserError(f"{self.folder / 'config.json'}: {error}") from error
+        # transformers checks few values, so anything may come of a wrong one.
+        except Exception as error:
+            raise UserError(
+                f"{self.folder / 'config.json'}: {type(error).__name__}: {error}"
+            ) from error
         vars(config).pop("quantization_config", None)
         return config
 
@@ -99,8 +101,8 @@ def read_config(folder: Path) -> dict:
             f"{folder}: no config.json there; a model folder holds config.json and safetensors files"
         )
     try:
-        data = json.loads(path.read_text())
-    except ValueError as error:
+        data = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(data, dict):
         raise UserError(f"{path}: not a JSON object")

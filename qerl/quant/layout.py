@@ -9,13 +9,15 @@ import difflib
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from qerl.errors import UserError
 from qerl.families import FAMILIES, Family
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+MAX_LAYERS = 1000
+"""More is a damaged file, and would take for ever to build."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Layout:
 
 def find_family(model_type: str) -> Family:
     """The family's table. Raises UserError naming the supported ones."""
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UserError(
             f"model_type {model_type!r} is not supported; qerl knows {', '.join(sorted(FAMILIES))}"
         )
@@ -73,14 +75,31 @@ def is_norm(parameter: str) -> bool:
     return parameter.endswith("norm.weight")
 
 
+def _build_empty(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model on the meta device. Raises UserError for a config that describes none."""
+    num_layers = config.num_hidden_layers
+    if not isinstance(num_layers, int) or not 0 < num_layers <= MAX_LAYERS:
+        raise UserError(
+            f"config.json: num_hidden_layers is {num_layers!r}, not a number from 1 to {MAX_LAYERS}"
+        )
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    # transformers checks few values, so anything may come of a wrong one.
+    except Exception as error:
+        raise UserError(
+            f"config.json: transformers cannot build this {config.model_type} "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
 def build_layout(config: PreTrainedConfig) -> Layout:
     """The layout of the causal language model that `config` describes.
 
     Raises UserError for an unsupported family, or when the family's table does not cover every linear.
     """
     family = find_family(config.model_type)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    model = _build_empty(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     tied = bool(config.tie_word_embeddings)
     if tied:
