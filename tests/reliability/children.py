@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 import pyarrow.parquet as pq
+from hypothesis import HealthCheck, settings
 
 from qerl import failures, summary  # noqa: F401 (what a run imports, before the fork)
 from qerl.errors import RunError, UserError
@@ -27,7 +28,7 @@ from qerl.train import main
 
 FULL = os.environ.get("QERL_RELIABILITY") == "full"
 NUM_KILLS = 30 if FULL else 5
-NUM_CASES = 1000 if FULL else 100
+NUM_CASES = int(os.environ.get("QERL_CASES", 1000 if FULL else 100))
 NUM_STEPS = 8
 UNSTABLE = ("time/", "memory/", "throughput/")
 PHASES = ("rollout", "update", "checkpoint", "reward", "eval", "sync", "setup")
@@ -44,7 +45,7 @@ class Kill:
 
 def arguments(run_dir: Path, data: Path, **changes: object) -> list[str]:
     """A tiny run with everything that has state: noise, dynamic sampling, evaluations, keep-best, three epochs."""
-    settings = {
+    values = {
         "model": "tiny",
         "device": "cpu",
         "task.path": data,
@@ -64,7 +65,7 @@ def arguments(run_dir: Path, data: Path, **changes: object) -> list[str]:
         "eval_size": 2,
         "reward_workers": 1,
     } | changes
-    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
 def write_data(path: Path) -> Path:
@@ -192,3 +193,14 @@ def assert_same_run(one: Path, other: Path) -> None:
     ):
         assert (one / file).read_bytes() == (other / file).read_bytes(), file
     assert not list(one.rglob(".tmp-*"))
+
+
+def cases(share: float):
+    """This share of the cases, the same ones each time unless there are many."""
+    return settings(
+        max_examples=max(5, int(NUM_CASES * share)),
+        derandomize=NUM_CASES <= 100,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )

@@ -7,27 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import NUM_CASES
+from children import cases
 from damage import damages, files_of, fresh_copy
 from helpers import load_policy, randomize_adapter, save_model
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from qerl.checkpoint import find_latest_checkpoint, load_checkpoint, save_checkpoint
 from qerl.errors import UserError
 from qerl.quant.base_weights import BaseWeights, check_source
-
-
-def cases(share: float):
-    """This share of the cases, the same ones each time unless there are many."""
-    return settings(
-        max_examples=max(5, int(NUM_CASES * share)),
-        derandomize=NUM_CASES <= 100,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from qerl.config import Config
 from qerl.errors import UserError
 from qerl.settings.cli import parse_config
-from qerl.settings.fields import FIELDS
+from qerl.settings.fields import fields
 
 VALUES = st.one_of(
     st.integers(-2, 10**12).map(str),
@@ -40,7 +40,7 @@ def parsed(argv: list[str]) -> Config | None:
 
 
 @bounded(0.15)
-@given(flags=st.lists(st.tuples(st.sampled_from([f.path for f in FIELDS]), VALUES), max_size=4))
+@given(flags=st.lists(st.tuples(st.sampled_from(sorted(fields())), VALUES), max_size=4))
 def test_flags_are_taken_or_refused(flags):
     argv = ["--model", "tiny", *(f"--{path}={value}" for path, value in flags)]
     config = parsed(argv)
@@ -61,7 +61,7 @@ def test_arbitrary_words_are_refused(words):
     text=st.one_of(
         st.text(max_size=60),
         st.lists(
-            st.tuples(st.sampled_from([f.path for f in FIELDS] + ["unknown", "algo.x"]), VALUES),
+            st.tuples(st.sampled_from([*sorted(fields()), "unknown", "algo.x"]), VALUES),
             max_size=4,
         ).map(lambda rows: "\n".join(f"{path} = {value}" for path, value in rows)),
     )
@@ -74,6 +74,8 @@ def test_settings_files_are_taken_or_refused(tmp_path_factory, text):
         assert "unknown" not in {line.partition(" =")[0] for line in text.splitlines()}
 
 
-@pytest.mark.parametrize("argv", [["--seed"], ["--", "x"], ["--=1"], ["--seed=1", "--seed=2"], ["=", "--"]])
+@pytest.mark.parametrize(
+    "argv", [["--seed"], ["--", "x"], ["--=1"], ["--seed=1", "--seed=2"], ["=", "--"]]
+)
 def test_odd_words_are_one_line(argv):
     parsed(["--model", "tiny", *argv])
