@@ -96,7 +96,7 @@ class MetricsWriter:
         if path.exists():
             table = pa.concat_tables([read_completions(path), table], promote_options="default")
         aside = path.with_name(TMP_PREFIX + path.name)
-        pq.write_table(table, aside)
+        pq.write_table(table, aside, write_page_checksum=True)
         flush_to_disk(aside)
         os.replace(aside, path)
         if self._tracker is not None:
@@ -129,11 +129,17 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 def read_completions(path: Path) -> pa.Table:
     """A step's completions table. Raises UserError if it is damaged."""
     try:
-        return pq.read_table(path)
-    except (OSError, pa.ArrowException) as error:
+        table = pq.read_table(path, page_checksum_verification=True)
+        table.validate(full=True)
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is not there") from error
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(
             f"{path} cannot be read ({error}); delete it to go on without it"
         ) from error
+    if missing := COLUMN_TYPES.keys() - set(table.column_names):
+        raise UserError(f"{path} has no column {min(missing)}; delete it to go on without it")
+    return table
 
 
 def truncate_after(run_dir: Path, step: int) -> tuple[str, ...]:

@@ -96,7 +96,7 @@ def check_adapter(folder: Path, lora: LoraConfig) -> None:
         )
     try:
         saved = PeftLoraConfig.from_pretrained(str(folder))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{folder}: not a PEFT LoRA adapter ({error})") from error
     wanted = {"r": lora.lora_r, "lora_alpha": lora.lora_alpha, "use_rslora": lora.use_rslora}
     for field, value in wanted.items():

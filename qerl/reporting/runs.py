@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from qerl.errors import UserError
-from qerl.metrics import COMPLETIONS, read_metrics
+from qerl.metrics import COMPLETIONS, read_completions, read_metrics
 from qerl.run_folder import read_run_config
 
 Points = list[tuple[int, float]]
@@ -112,7 +110,7 @@ def completion_rows(record: RunRecord, step: int, kind: str | None = None) -> li
     path = record.run_dir / COMPLETIONS / f"{step}.parquet"
     if not path.exists():
         return []
-    rows = pq.read_table(path).to_pylist()
+    rows = read_completions(path).to_pylist()
     return rows if kind is None else [row for row in rows if row["kind"] == kind]
 
 

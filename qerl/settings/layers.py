@@ -134,7 +134,7 @@ def _literal(text: Any) -> Any:
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -165,10 +165,10 @@ def _coerce(field: FieldSpec, setting: Setting) -> Any:
 def _parse_inline(field: FieldSpec, setting: Setting) -> Any:
     try:
         return json.loads(setting.value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         try:
             return tomllib.loads(f"value = {setting.value}")["value"]
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(
                 f"{field.path} = {shlex.quote(setting.value)} ({setting.origin}): must be {field.allowed}"
             ) from error

@@ -60,7 +60,7 @@ def means(field: FieldSpec, written: object, value: object) -> bool:
             return str(written).lower() in (
                 ("true", "yes", "on", "1", "1.0", "t", "y")
                 if value
-                else ("false", "no", "off", "0", "0.0", "f", "n")
+                else ("false", "no", "off", "0", "0.0", "-0.0", "f", "n")
             )
         case "list":
             if isinstance(written, str) and not written.lstrip().startswith("["):
