@@ -18,6 +18,7 @@ configuration beside old weights, which differ in nothing that matters: within a
 Tensors are stored with safetensors and the rest as JSON. Nothing is pickled.
 """
 
+import filecmp
 import json
 import os
 import shutil
@@ -166,6 +167,8 @@ def refresh_adapter(run_dir: Path, checkpoint: Path, name: str = ADAPTER) -> Non
     aside = adapter.with_name(TMP_PREFIX + adapter.name) if first_time else adapter
     aside.mkdir(exist_ok=True)
     for name in names:
+        if (aside / name).is_file() and filecmp.cmp(checkpoint / name, aside / name, shallow=False):
+            continue
         copy = aside / f"{TMP_PREFIX}{name}"
         shutil.copyfile(checkpoint / name, copy)
         flush_to_disk(copy)

@@ -187,7 +187,7 @@ def kill_at(module: object, name: str, call: int) -> None:
         (checkpoint_module, "flush_to_disk", 2, 20, 20),
         (Path, "rename", 1, 20, 20),
         (checkpoint_module, "refresh_adapter", 1, 30, 20),
-        (os, "replace", 2, 30, 20),
+        (os, "replace", 1, 30, 20),
         (checkpoint_module, "_prune", 1, 30, 30),
         (shutil, "rmtree", 1, 30, 30),
     ],
