@@ -34,7 +34,7 @@ def finished(tmp_path_factory) -> tuple[Path, list[str], Path]:
     return folder, argv, folder / "run"
 
 
-@cases(0.08)
+@cases(0.05)
 @given(index=st.integers(0, 10**6), damage=damages())
 def test_the_same_command_goes_on_or_refuses(finished, index, damage):
     folder, argv, run_dir = finished
