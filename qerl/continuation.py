@@ -69,6 +69,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any
 
 
 def check_same(run_dir: Path, stored: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raise UserError with what differs, old and new, unless both (as in config.json) are the same run."""
     differences = config_differences(stored["config"], new["config"])
     for part in ("model_origin", "data"):
         differences |= config_differences({part: stored[part]}, {part: new[part]})
@@ -128,6 +129,7 @@ def _is_resumable(name: str) -> bool:
 
 
 def versions() -> dict[str, str | None]:
+    """Of Python and of the packages that make the numbers; None for one that is not installed."""
     versions: dict[str, str | None] = {"python": python_version()}
     for package in PACKAGES:
         try:

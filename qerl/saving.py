@@ -5,6 +5,7 @@ once. The best checkpoint so far is read from the manifests, so a resumed run kn
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ def save(run: "Run", step: int) -> None:
     _save(run, step, run.policy.save_adapter)
 
 
-def _save(run: "Run", step: int, write_adapter: Any) -> None:
+def _save(run: "Run", step: int, write_adapter: Callable[[Path], None]) -> None:
     parameters = run.policy.trainable_parameters()
     with run.saving:
         tensors, optimizer_state = optimizer_tensors(

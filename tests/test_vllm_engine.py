@@ -8,6 +8,9 @@ import itertools
 import json
 import random
 import shutil
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from peft import PeftModel
 from test_training import arguments, numbers, prompts  # noqa: F401 (a fixture)
 from transformers import AutoModelForCausalLM
 
+from qerl.checkpoint import find_latest_checkpoint
 from qerl.config import LoraConfig
 from qerl.engine import vllm_ops
 from qerl.engine.vllm_adapter import update
@@ -373,3 +377,23 @@ def test_a_training_run_and_its_resumption(tmp_path, prompts, quant, capfd):  # 
     errors = [line["train/sampling/token_mult_prob_error"] for line in lines]
     assert errors[0] < 1 + 1e-4 < min(errors[1:])
     assert all(line["train/grad_norm"] > 0 for line in lines)
+
+
+def test_a_killed_run_continues_to_the_same_numbers(tmp_path, prompts):  # noqa: F811
+    """SIGKILL, in a process of its own, while a step is under way and the engine is open."""
+    changes = {"engine": "vllm", "max_steps": 4, "save_steps": 2, "warmup_ratio": 0}
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert main(arguments(whole, prompts, **changes)) == 0
+    command = [sys.executable, "-m", "qerl.train", *arguments(cut, prompts, **changes)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            process.kill()
+            break
+    process.communicate()
+    assert process.returncode in (-signal.SIGKILL, 0)
+    assert find_latest_checkpoint(cut)[0].step in (2, 4)
+    assert main(arguments(cut, prompts, **changes)) == 0
+    assert numbers(cut) == numbers(whole)
+    for file in ("adapter/adapter_model.safetensors", "checkpoints/4/optimizer.safetensors"):
+        assert (cut / file).read_bytes() == (whole / file).read_bytes()
