@@ -70,16 +70,16 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any
 
 def check_same(run_dir: Path, stored: dict[str, Any], new: dict[str, Any]) -> None:
     """Raise UserError with what differs, old and new, unless both (as in config.json) are the same run."""
-    differences = config_differences(stored["config"], new["config"])
+    found = config_differences(stored["config"], new["config"])
     for part in ("model_origin", "data"):
-        differences |= config_differences({part: stored[part]}, {part: new[part]})
+        found |= config_differences({part: stored[part]}, {part: new[part]})
     if list(stored["rewards"]) != list(new["rewards"]):
-        differences["rewards"] = (list(stored["rewards"]), list(new["rewards"]))
-    if not differences:
+        found["rewards"] = (list(stored["rewards"]), list(new["rewards"]))
+    if not found:
         return
-    shown = list(differences.items())[:MAX_FIELDS_SHOWN]
+    shown = list(found.items())[:MAX_FIELDS_SHOWN]
     text = ", ".join(f"{name}: {json.dumps(a)} -> {json.dumps(b)}" for name, (a, b) in shown)
-    more = len(differences) - len(shown)
+    more = len(found) - len(shown)
     raise UserError(
         f"{run_dir} holds another run; what differs (there -> now): {text}"
         f"{f' and {more} more' if more else ''}. Repeat its settings to continue it, or {TAKE_OVER}"
