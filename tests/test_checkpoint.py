@@ -1,5 +1,6 @@
 """Nothing is lost: whatever happens during a save or to the files later, the last whole checkpoint is found."""
 
+import errno
 import json
 import os
 import resource
@@ -269,6 +270,25 @@ def test_a_write_error_leaves_the_last_one_whole(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert_holds(tmp_path, 10)
     assert adapter_step(tmp_path) == 10
+    assert not list(tmp_path.rglob(".tmp-*"))
+
+
+def test_a_disk_that_turns_read_only_loses_nothing(tmp_path, monkeypatch):
+    """Not even what was begun can be removed then; that is done when the run continues."""
+    save(tmp_path, 10)
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module, "save_file", refuse)
+        patch.setattr(shutil, "rmtree", refuse)
+        with pytest.raises(RunError, match="Read-only file system.*Earlier checkpoints are intact"):
+            save(tmp_path, 20)
+    assert_holds(tmp_path, 10)
+    assert adapter_step(tmp_path) == 10
+    save(tmp_path, 20)
+    assert_holds(tmp_path, 20)
     assert not list(tmp_path.rglob(".tmp-*"))
 
 
