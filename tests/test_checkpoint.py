@@ -283,7 +283,9 @@ def test_a_disk_that_turns_read_only_loses_nothing(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_module, "save_file", refuse)
         patch.setattr(shutil, "rmtree", refuse)
-        with pytest.raises(RunError, match="Read-only file system.*Earlier checkpoints are intact"):
+        with pytest.raises(
+            RunError, match=r"Read-only file system.*Earlier checkpoints are intact"
+        ):
             save(tmp_path, 20)
     assert_holds(tmp_path, 10)
     assert adapter_step(tmp_path) == 10
