@@ -11,6 +11,7 @@ from qerl.errors import UserError
 from qerl.settings.cli import run_main
 
 COMMANDS = {
+    "doctor": "Is this machine fit: driver, packages, disk, and every kernel against its reference.",
     "train": "Train an adapter: the main job.",
     "check": "Before training: the prompt, the rewards on gold answers, a dry sample, a verdict.",
     "diagnose": "Say from a run's folder why it learns, or does not.",

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from qerl.checkup.reference import relative_error, with_adapter
 from qerl.kernels import gemm_for
 from qerl.kernels.adapter import AdaptedGemm, add_adapter, gate
 from qerl.quant.bf16 import pack_bf16
@@ -44,35 +45,21 @@ def random_case(rows, num_columns, rank, num_tokens):
     return x, a, b, y
 
 
-def exact_sum(y, x, a, b, rows):
-    """y + (x A^T) B^T in float64, x A^T rounded to the working dtype as PEFT's is."""
-    out, start, rank = y.double(), 0, b.shape[1]
-    for member, num_rows in enumerate(rows):
-        down = (x.double() @ a[member * rank : (member + 1) * rank].double().t()).to(DTYPE)
-        out[:, start : start + num_rows] += down.double() @ b[start : start + num_rows].double().t()
-        start += num_rows
-    return out
-
-
-def error(found, exact):
-    return ((found.double() - exact).norm() / exact.norm()).item()
-
-
 @pytest.mark.parametrize(("rows", "num_columns", "rank", "num_tokens", "splits"), CASES)
 def test_two_launches_add_the_adapter(triton_adapter, rows, num_columns, rank, num_tokens, splits):
     x, a, b, y = random_case(rows, num_columns, rank, num_tokens)
     launch = triton_adapter.Launch(splits, 64, 16, 16, 64, dependent=ON_GPU)
     parts = triton_adapter.shrink(x, a, launch)
     assert parts.shape == (splits, num_tokens, len(rows) * rank)
-    exact = exact_sum(y, x, a, b, rows)
+    exact = with_adapter(y, x, a, b, rows)
     if len(rows) == 2:
         half = exact.shape[1] // 2
         gated = triton_adapter.grow_gated(y, parts, b, rows, launch)
-        assert error(gated, functional.silu(exact[:, :half]) * exact[:, half:]) < 2 * LIMIT
+        assert relative_error(gated, functional.silu(exact[:, :half]) * exact[:, half:]) < 2 * LIMIT
     wide = torch.full((num_tokens, y.shape[1] + 16), torch.nan, dtype=DTYPE, device=DEVICE)
     wide[:, : y.shape[1]] = y
     out = triton_adapter.grow(wide[:, : y.shape[1]], parts, b, rows, launch)
-    assert error(out, exact) < LIMIT
+    assert relative_error(out, exact) < LIMIT
     assert wide[:, y.shape[1] :].isnan().all(), "written beside the rows"
 
 
@@ -83,8 +70,8 @@ def test_the_chosen_launch_is_right_too(triton_adapter, num_tokens):
     launch = triton_adapter.launch_for(num_tokens, (sum(rows), 320))
     launch = launch if ON_GPU else replace(launch, dependent=False)
     parts = triton_adapter.shrink(x, a, launch)
-    exact = exact_sum(y, x, a, b, rows)
-    assert error(triton_adapter.grow(y, parts, b, rows, launch), exact) < LIMIT
+    exact = with_adapter(y, x, a, b, rows)
+    assert relative_error(triton_adapter.grow(y, parts, b, rows, launch), exact) < LIMIT
 
 
 @pytest.mark.parametrize(
@@ -110,19 +97,19 @@ def test_an_adapted_product_is_the_sum_of_its_parts(rows, num_tokens):
     dense = torch.randn(sum(rows), 128, device=DEVICE).to(DTYPE)
     packed = pack_bf16([dense])
     product = AdaptedGemm(gemm_for(packed, DTYPE), DEVICE, DTYPE)
-    exact = exact_sum(x @ packed.expand(DTYPE).t(), x, a, b, rows)
+    exact = with_adapter(x @ packed.expand(DTYPE).t(), x, a, b, rows)
     found = product(x, packed, 1.0, a, b, rows, gated=False)
     assert found.shape == (num_tokens, sum(rows))
     if num_tokens:
-        assert error(found, exact) < 2 * LIMIT
+        assert relative_error(found, exact) < 2 * LIMIT
     if len(rows) == 2:
         gated = product(x, packed, 1.0, a, b, rows, gated=True)
         assert gated.shape == (num_tokens, sum(rows) // 2)
         if num_tokens:
-            assert error(gated, gate(exact)) < 3 * LIMIT
+            assert relative_error(gated, gate(exact)) < 3 * LIMIT
 
 
 def test_plain_products_add_member_by_member():
     x, a, b, y = random_case((32, 16, 16), 64, 4, 5)
-    exact = exact_sum(y, x, a, b, (32, 16, 16))
-    assert error(add_adapter(y, x, a, b, (32, 16, 16)), exact) < LIMIT
+    exact = with_adapter(y, x, a, b, (32, 16, 16))
+    assert relative_error(add_adapter(y, x, a, b, (32, 16, 16)), exact) < LIMIT

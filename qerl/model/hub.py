@@ -24,7 +24,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils import filter_repo_objects, get_session
 
 from qerl.errors import UserError
 from qerl.settings.presets import nearest_model_names
@@ -71,6 +71,17 @@ def hub_info(name: str, revision: str | None) -> ModelInfo:
         present = ", ".join(sorted(suffixes.intersection(PICKLES))) or "no weights"
         raise UserError(f"{name} has no safetensors but {present}; other formats are not read")
     return info
+
+
+def ask_hub() -> None:
+    """One small request, to see whether the hub answers. Raises HubUnreachableError when it does not."""
+    if constants.HF_HUB_OFFLINE:
+        raise HubUnreachableError("HF_HUB_OFFLINE is set")
+    try:
+        url = f"{constants.ENDPOINT}/api/models?limit=1"
+        get_session().get(url, timeout=HUB_TIMEOUT_S).raise_for_status()
+    except (HTTPError, OSError) as error:
+        raise HubUnreachableError(_one_line(error)) from error
 
 
 def missing_files(name: str, info: ModelInfo) -> tuple[tuple[str, int], ...]:
