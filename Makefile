@@ -1,16 +1,20 @@
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-vllm reliability lint type check notebooks bench golden clean
 PY := .venv/bin/python
+# A GPU that comes later makes setup run again.
+KIND := $(shell [ "$(QERL_GPU)" != no ] && nvidia-smi -L 2>/dev/null | grep '^GPU ' >/dev/null && echo gpu || echo cpu)
+SETUP := .venv/.qerl-setup-$(KIND)
 # One thread a worker: two workers with two threads each are slower on two cores than two with one.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(or $(WORKERS),2) --dist worksteal -m "not gpu and not vllm"
 
 help:  ## List what can be made
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
-setup: .venv/.qerl-setup  ## Make .venv with everything installed (skipped when it is up to date)
+setup: $(SETUP)  ## Make .venv with everything installed, vLLM too where there is a GPU (skipped when it is up to date)
 
-.venv/.qerl-setup: pyproject.toml constraints.txt tools/setup.sh
+$(SETUP): pyproject.toml constraints.txt tools/setup.sh
 	bash tools/setup.sh
+	touch $@
 
 quickstart: setup  ## Train a small real model on sums, on a CPU: a few minutes
 	$(PY) -m qerl.train --model quickstart

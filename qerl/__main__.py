@@ -11,7 +11,6 @@ from qerl.errors import UserError
 from qerl.settings.cli import run_main
 
 COMMANDS = {
-    "doctor": "Is this machine fit: driver, packages, disk, and every kernel against its reference.",
     "train": "Train an adapter: the main job.",
     "check": "Before training: the prompt, the rewards on gold answers, a dry sample, a verdict.",
     "diagnose": "Say from a run's folder why it learns, or does not.",
@@ -22,6 +21,7 @@ COMMANDS = {
     "report": "Draw a page about runs: charts, and a browser of their completions.",
     "parity": "Compare the log-probabilities of trainer and engine.",
     "plan": "What a training command would need; the same as `qerl train --dry-run`.",
+    "doctor": "Is this machine fit: driver, packages, disk, and every kernel against its reference.",
 }
 
 
