@@ -23,7 +23,7 @@ test: setup  ## All tests that need no GPU
 	$(PYTEST)
 
 test-vllm: .venv-vllm/.qerl-setup  ## Tests of the vLLM engine, with vLLM's CPU build in an environment of its own
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m "not gpu" -rs tests/test_vllm_*.py
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n $(or $(WORKERS),2) --dist worksteal -m "not gpu" -rs tests/test_vllm_*.py
 
 reliability: setup  ## Kill a run 30 times and continue it, 1,000 damaged files and settings; minutes (make test has 5 and 100)
 	QERL_RELIABILITY=full OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/reliability tests/test_checkpoint.py

