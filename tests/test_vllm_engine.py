@@ -228,7 +228,7 @@ def test_entropy_under_noise_is_recorded(tmp_path, open_engine, record_property)
     for sigma in (0.0, 0.05, 0.5):
         engine.sync(1, NoiseDraw(sigma, 0, 1) if sigma else None)
         rollouts = flat(engine.generate(requests, Sampling(1.0, 16, ())))
-        surprise[sigma] = -np.mean([logprob for r in rollouts for logprob in r.logprobs])
+        surprise[sigma] = -float(np.mean([logprob for r in rollouts for logprob in r.logprobs]))
         record_property(f"surprise at sigma {sigma}", surprise[sigma])
     assert len(set(surprise.values())) == 3
 
