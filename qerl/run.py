@@ -276,7 +276,7 @@ def _build_run(prepared: Preparation, state: RunState, closing: ExitStack) -> Ru
     sizes = prepared.memory.sizes
     recomputed = recomputed_layers(config, layers, prepared.device.type, sizes)
     if recomputed:
-        policy.enable_recomputation(recomputed)
+        policy.enable_recomputation(recomputed, sizes.offloaded_layers)
     engine = build_engine(config, policy, prepared.engine, sizes)
     closing.callback(engine.close)
     run = Run(

@@ -1,6 +1,7 @@
 """Sizes are chosen to fill the memory there is, and nothing is planned that does not fit."""
 
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -34,11 +35,13 @@ from qerl.start_checks import cap_memory, wants_parity
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def plan_of(model, gib, *, engine="vllm", trains=True, prompt=512, limit=32768, **settings):
+def plan_of(
+    model, gib, *, engine="vllm", trains=True, prompt=512, limit=32768, host=math.inf, **settings
+):
     config = Config.model_validate({"model": model, **settings})
     layout = build_layout(known_config(model))
     place = Place("cuda", torch.bfloat16, engine, prompt)
-    budget = Budget(gib, "a test's")
+    budget = Budget(gib, "a test's", host)
     return make_memory_plan(config, layout, place, budget, context_limit=limit, trains=trains)
 
 
@@ -72,6 +75,42 @@ def test_with_room_the_plan_is_the_config_and_the_cache_stays():
     assert plan.sizes.max_tokens_per_microbatch == 8192
     assert not plan.sizes.releases_cache
     assert [part.phase for part in plan.parts if part.name == "KV cache"] == ["always"]
+
+
+LONG = {"rollout": {"prompts_per_step": 1, "num_generations": 2, "max_completion_length": 32256}}
+
+
+def test_a_long_sequence_sends_as_few_inputs_to_the_host_as_it_must():
+    """14B at 32,768 tokens on a 24 GB card; more memory or a shorter sequence needs less of the host, or none."""
+    tight = plan_of("Qwen/Qwen2.5-14B", 24e9 / GIB, **LONG)
+    assert tight.fits and tight.sizes.releases_cache
+    assert tight.sizes.max_tokens_per_microbatch == 32768
+    assert 0 < tight.sizes.offloaded_layers < 48 and tight.sizes.kept_layers == 0
+    roomier = plan_of("Qwen/Qwen2.5-14B", 27, **LONG)
+    assert 0 < roomier.sizes.offloaded_layers < tight.sizes.offloaded_layers
+    assert plan_of("Qwen/Qwen2.5-14B", 48, **LONG).sizes.offloaded_layers == 0
+    assert plan_of("Qwen/Qwen2.5-14B", 24e9 / GIB, **LENGTHS).sizes.offloaded_layers == 0
+
+
+def test_the_hosts_memory_limits_what_is_sent_there():
+    needed = plan_of("Qwen/Qwen2.5-14B", 24e9 / GIB, **LONG).sizes.offloaded_layers
+    of_layer = 32768 * 5120 * 2 / GIB
+    enough = plan_of("Qwen/Qwen2.5-14B", 24e9 / GIB, host=needed * of_layer, **LONG)
+    assert enough.fits and enough.sizes.offloaded_layers == needed
+    too_little = plan_of("Qwen/Qwen2.5-14B", 24e9 / GIB, host=needed // 2 * of_layer, **LONG)
+    assert not too_little.fits
+    never = plan_of("Qwen/Qwen2.5-14B", 24, train={"gradient_checkpointing": False}, **LONG)
+    assert not never.fits and never.sizes.offloaded_layers == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "context"),
+    [("Qwen/Qwen2.5-32B", 49_152), ("meta-llama/Llama-3.1-8B-Instruct", 110_000)],
+)
+def test_the_longest_context_of_an_80_gb_card(model, context):
+    """Of both the whole sequence at once: the cache of a sampled one, and the update."""
+    plan = plan_of(model, 80e9 / GIB, limit=131_072, **LENGTHS)
+    assert plan.longest_context >= context
 
 
 def test_where_it_is_tight_the_cache_is_given_back_and_both_phases_fill_the_card():

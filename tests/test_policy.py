@@ -1,7 +1,6 @@
 """The policy against plain transformers and PEFT on the same, dequantized, weights."""
 
 import copy
-import weakref
 
 import pytest
 import torch
@@ -18,8 +17,6 @@ from peft import PeftModel, get_peft_model
 from torch import nn
 
 from qerl.errors import UserError
-from qerl.kernels import expand
-from qerl.model import frozen_linear
 from qerl.model.frozen_linear import FrozenLinear
 from qerl.model.norm import RMSNorm
 from qerl.quant.packed import dequantize
@@ -168,50 +165,6 @@ def test_sharing_a_prompt_changes_no_logprob_and_no_gradient_in_float64(tmp_path
     torch.testing.assert_close(shared, plain, rtol=0, atol=1e-10)
     for one, other in zip(shared_gradients, plain_gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
-
-
-def test_recomputation_changes_no_gradient(tmp_path):
-    save_model(tmp_path / "model", "llama")
-    gradients = []
-    for recompute in (False, True):
-        policy = load_policy(tmp_path / "model")
-        randomize_adapter(policy)
-        if recompute:
-            policy.enable_recomputation()
-        policy.logprobs(packed(), 1.0)[0].sum().backward()
-        gradients.append([p.grad for _, p in policy.trainable_parameters()])
-    for plain, recomputed in zip(*gradients, strict=True):
-        torch.testing.assert_close(plain, recomputed, rtol=0, atol=0)
-
-
-def test_recomputation_runs_each_layer_twice_and_keeps_a_dense_layer_only_while_it_is_used(
-    tmp_path, monkeypatch
-):
-    save_model(tmp_path / "m", "qwen2")
-    policy = load_policy(tmp_path / "m", format="nvfp4")
-    policy.enable_recomputation()
-    dense: list[weakref.ref] = []
-    alive_after_forward: list[int] = []
-    most_alive = 0
-
-    def watched(weight, dtype, out=None):
-        nonlocal most_alive
-        expanded = expand(weight, dtype, out)
-        dense.append(weakref.ref(expanded))
-        most_alive = max(most_alive, sum(ref() is not None for ref in dense))
-        return expanded
-
-    monkeypatch.setattr(frozen_linear, "expand", watched)
-    logprobs, _ = policy.logprobs(packed(), 1.0)
-    num_linears = sum(isinstance(m, FrozenLinear) for m in policy.causal_model.modules())
-    assert len(dense) == num_linears
-    alive_after_forward.append(sum(ref() is not None for ref in dense))
-    logprobs.sum().backward()
-    assert len(dense) == 2 * num_linears, "one expansion serves recomputation and backward"
-    assert alive_after_forward == [0]
-    assert most_alive <= num_linears // policy.base.config.num_hidden_layers, (
-        "the matrices of one layer at most"
-    )
 
 
 def test_noise_touches_the_block_norms_and_is_undone_bit_for_bit(tmp_path):

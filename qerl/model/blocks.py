@@ -8,10 +8,13 @@ names, so that PEFT and checkpoints find everything where it was, and compute th
 # pyright: reportCallIssue=false
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from qerl.model.attention import attention
+from qerl.model.frozen_linear import FrozenLinear
 from qerl.model.fused import rotate, swiglu
+from qerl.model.recompute import TILE_TOKENS, is_recomputing, recomputed
 
 
 class SelfAttention(nn.Module):
@@ -54,14 +57,26 @@ class SelfAttention(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)), the end of a decoder layer.
+
+    Its activations are the widest of the model. Where they are not kept for backward, a long sequence goes through in tiles.
+    """
 
     def __init__(self, original: nn.Module):
-        """Takes over the children of transformers' module."""
+        """Takes over the children of transformers' module, which are frozen linears."""
         super().__init__()
         for name, child in original.named_children():
             self.add_module(name, child)
+        if isinstance(self.down_proj, FrozenLinear):
+            self.down_proj.ends_layer = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., H] -> [..., H]"""
+        """[..., T, H] -> [..., T, H]"""
+        keeps_activations = torch.is_grad_enabled() and not is_recomputing()
+        if keeps_activations or x.shape[-2] <= TILE_TOKENS:
+            return self._product(x)
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return recomputed(self._product, x, trained, tile_tokens=TILE_TOKENS)
+
+    def _product(self, x: Tensor) -> Tensor:
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))

@@ -5,8 +5,8 @@
 W' = codes x block scales is exact in bf16; dequant_scale is a factor of the product (the GEMM's alpha), as in the
 engines' kernels, so rollout and trainer differ only by accumulation order. The base is never trained: backward gives
 dX = (dY W') * dequant_scale + ... and expands W' again. Saved are the packed weight, x, x A^T and the adapter in the
-activations' dtype: nothing dense, nothing in fp32. A layer that is recomputed expands W' once for recomputation and
-backward: it is saved too (`keeps_expanded`), which checkpointing drops in the first pass and keeps in the second.
+activations' dtype: nothing dense, nothing in fp32. What is recomputed in backward (recompute.py) expands W' once for both:
+there it is saved too. And there the product of a layer's last matrix, which no gradient needs, is left out.
 
 The narrow products of the adapter are made first and the wide product is added to them inside its GEMM, so that no pass
 over the wide activations is spent on sums or scales.
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from qerl.kernels import expand
+from qerl.model.recompute import is_recomputing
 from qerl.quant.packed import PackedWeight
 
 
@@ -45,19 +46,23 @@ class _FrozenLinear(torch.autograd.Function):
         a: Tensor | None,
         b: Tensor | None,
         scaling: float,
-        keeps_expanded: bool,
+        ends_layer: bool,
     ) -> Tensor:
         expanded = expand(weight, x.dtype)
         ctx.weight, ctx.scale, ctx.scaling = weight, scale, scaling
-        kept = expanded if keeps_expanded else None
+        kept = expanded if is_recomputing() else None
+        is_used = not (ends_layer and is_recomputing())
         if a is None or b is None:
             ctx.save_for_backward(kept)
-            return frozen_product(x, expanded, scale, bias)
+            if is_used:
+                return frozen_product(x, expanded, scale, bias)
+            return x.new_empty(len(x), len(expanded))
         down = x @ a.t()
-        y = frozen_product(down, b, scaling, bias)
-        y.addmm_(x, expanded.t(), alpha=scale)
         ctx.save_for_backward(kept, x, down, a, b)
-        return y
+        if not is_used:
+            return x.new_empty(len(x), len(expanded))
+        y = frozen_product(down, b, scaling, bias)
+        return y.addmm_(x, expanded.t(), alpha=scale)
 
     @staticmethod
     @once_differentiable
@@ -84,7 +89,7 @@ class FrozenLinear(nn.Linear):
     """nn.Linear [N, K] whose weight is packed and never trained.
 
     `expanded` holds W' [N, K] for the length of a rollout phase when the policy chose to (`Policy.expanded`);
-    `keeps_expanded` says that the layer is recomputed in backward.
+    `ends_layer` says that no gradient of the decoder layer depends on this product.
     """
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None):
@@ -93,7 +98,7 @@ class FrozenLinear(nn.Linear):
         self.packed = packed
         self.scale = 1.0 if packed.dequant_scale is None else packed.dequant_scale.item()
         self.expanded: Tensor | None = None
-        self.keeps_expanded = False
+        self.ends_layer = False
         first = next(iter(packed.tensors().values()))
         self.register_buffer("weight", first.view(torch.uint8), persistent=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
@@ -106,7 +111,7 @@ class FrozenLinear(nn.Linear):
         flat = x.reshape(-1, self.in_features)
         if self.expanded is None or torch.is_grad_enabled():
             y = _FrozenLinear.apply(
-                flat, self.packed, self.scale, self.bias, a, b, scaling, self.keeps_expanded
+                flat, self.packed, self.scale, self.bias, a, b, scaling, self.ends_layer
             )
         else:
             y = frozen_product(flat, self.expanded, self.scale, self.bias)

@@ -8,6 +8,7 @@ adapter's masters and file format, we the arithmetic in between.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -28,6 +29,8 @@ from qerl.model.blocks import GatedMlp, SelfAttention
 from qerl.model.frozen_linear import FrozenLinear, LoraLinear
 from qerl.model.logprobs import chunked_logprobs
 from qerl.model.norm import RMSNorm
+from qerl.model.offload import HostStore
+from qerl.model.recompute import recomputed
 from qerl.quant.base_weights import BaseWeights
 from qerl.seeding import derive_seed
 from qerl.types import Microbatch, NoiseDraw
@@ -135,6 +138,7 @@ class Policy:
         # transformers recomputes layers, and drops caches, in training mode only; nothing else depends on the mode.
         self.peft_model.eval()
         self.recomputes = False
+        self.host_store: HostStore | None = None
         self.decoder = cast(nn.Module, self.causal_model.model)
         self.head = cast(nn.Linear, self.causal_model.lm_head).weight
         self.device, self.dtype = self.head.device, self.head.dtype
@@ -166,6 +170,8 @@ class Policy:
         """[C] log-probabilities of the scored tokens, differentiable in the adapter, and [C] entropies."""
         layout = layout_for(batch.rows, self.device, self.dtype)
         self.decoder.train(self.recomputes and torch.is_grad_enabled())
+        if self.host_store is not None:
+            self.host_store.start()
         hidden = self.decoder(
             input_ids=batch.token_ids[None],
             position_ids=batch.position_ids[None],
@@ -200,21 +206,21 @@ class Policy:
         for (_, parameter), value in zip(self._trainable, values, strict=True):
             parameter.copy_(value)
 
-    def enable_recomputation(self, num_layers: int | None = None) -> None:
+    def enable_recomputation(self, num_layers: int | None = None, num_offloaded: int = 0) -> None:
         """Of the first `num_layers` layers (default: all) keep only the input in forward and recompute the rest in backward.
 
-        Matrices that are expanded for the recomputation are kept until the layer's backward has used them.
+        The inputs of the first `num_offloaded` of them wait in the host's memory.
         """
-        self.causal_model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
         self.recomputes = True
+        self.host_store = HostStore(self.device) if num_offloaded else None
         for index, layer in enumerate(self.decoder.layers):  # pyright: ignore[reportArgumentType]
-            recomputed = num_layers is None or index < num_layers
-            layer.gradient_checkpointing = recomputed
-            for module in layer.modules():
-                if isinstance(module, FrozenLinear):
-                    module.keeps_expanded = recomputed
+            # transformers calls the function with a layer's forward and the hidden states.
+            layer.gradient_checkpointing = num_layers is None or index < num_layers
+            layer._gradient_checkpointing_func = partial(
+                recomputed,
+                parameters=[p for p in layer.parameters() if p.requires_grad],
+                store=self.host_store if index < num_offloaded else None,
+            )
 
     @contextmanager
     def noise(self, draw: NoiseDraw | None) -> Iterator[None]:

@@ -15,7 +15,8 @@ rollout   KV cache       rows x (prompt + completion) x L x 2 KV x c
 update    activations    what autograd keeps of a layer, times tokens x L. CUDA: c (4 H + 2 Q + 2 KV + 3 I + 7 r): inputs of
                          linears, norms, attention and SwiGLU. CPU: c (2 H + 3 Q + 2 KV + I + 7 r) + 4 (2 H + 3 I): norms'
                          inputs and SwiGLU's factors in fp32.
-                         A layer that is recomputed keeps c H, and one layer's whole set is there at a time.
+                         A layer that is recomputed keeps c H, in the host's memory where it is offloaded, and one layer's whole
+                         set is there at a time, of which the MLP's 3 I for at most one tile of tokens.
           logits chunk   5/2 fp32 copies of at most 128 MiB
           one layer      the largest matrix dense (all of a layer's where it is recomputed), and the gradients that flow through it
 both      fp32 head      V H x 4, on the CPU in bf16 only: the head's products are in fp32
@@ -33,6 +34,8 @@ import torch
 
 from qerl.config import Config
 from qerl.model.logprobs import CHUNK_BYTES
+from qerl.model.offload import MAX_LEAVING, host_bytes
+from qerl.model.recompute import TILE_TOKENS
 from qerl.planning.footprint_vllm import engine_parts, padded_matrix_bytes
 from qerl.planning.sizes import GIB, Dims, Part, Phase, Sizes, dims_of
 from qerl.quant.layout import FusedLinear, Layout, is_norm
@@ -92,6 +95,11 @@ def recomputes(config: Config, device_type: str) -> bool:
     """Whether backward recomputes layers: as asked, else on CUDA."""
     asked = config.train.gradient_checkpointing
     return device_type == "cuda" if asked is None else asked
+
+
+def offloaded_bytes(layout: Layout, dtype: torch.dtype, tokens: int, num_layers: int) -> int:
+    """Host memory for the inputs of so many layers, of a microbatch of so many tokens."""
+    return host_bytes(num_layers, tokens * dims_of(layout).hidden * dtype.itemsize)
 
 
 def recomputed_layers(config: Config, num_layers: int, device_type: str, sizes: Sizes) -> int:
@@ -206,16 +214,22 @@ def _update_parts(
 ) -> list[Part]:
     dims, c = dims_of(layout), dtype.itemsize
     tokens = microbatch_tokens(config, longest_prompt, sizes.max_tokens_per_microbatch)
-    of_layer = _kept_of_layer(dims, device_type, c) + 7 * c * config.lora.lora_r
     recomputed = recomputed_layers(config, dims.num_layers, device_type, sizes)
+    in_mlp, beside_mlp = _kept_of_layer(dims, device_type, c)
+    beside_mlp += 7 * c * config.lora.lora_r
     # While the last layer that is recomputed is, those after it have given theirs back; only without such is it extra.
     whole = max(dims.num_layers - recomputed, 1)
-    kept = tokens * (whole * of_layer + recomputed * c * dims.hidden)
+    tile = min(tokens, TILE_TOKENS) if recomputed == dims.num_layers else tokens
+    kept = whole * (tokens * beside_mlp + tile * in_mlp)
+    on_device = max(recomputed - sizes.offloaded_layers, 0)
+    if sizes.offloaded_layers:
+        on_device += min(MAX_LEAVING + 1, sizes.offloaded_layers)
+    kept += on_device * tokens * c * dims.hidden
     dense = _layer_weights(layout) if recomputed else _largest_matrix(layout)
+    flowing = c * (tokens * 4 * dims.hidden + tile * 3 * dims.intermediate)
     scored = tokens * config.rollout.max_completion_length
     scored //= longest_prompt + config.rollout.max_completion_length
     chunk = min(CHUNK_BYTES, scored * dims.vocab * 4)
-    flowing = tokens * c * (3 * dims.intermediate + 2 * dims.hidden)
     return [
         Part("activations", kept, "update"),
         Part("logits chunk", 5 * chunk // 2, "update"),
@@ -224,16 +238,14 @@ def _update_parts(
     ]
 
 
-def _kept_of_layer(dims: Dims, device_type: str, itemsize: int) -> int:
-    """Bytes a token that one layer's forward keeps for backward, the adapter's aside."""
-    if (
-        device_type == "cuda"
-    ):  # qerl.model.fused: a chain of element-wise operations keeps its inputs only
-        widths = 4 * dims.hidden + 2 * dims.query + 2 * dims.key + 3 * dims.intermediate
-        return itemsize * widths
-    widths = 2 * dims.hidden + 3 * dims.query + 2 * dims.key + dims.intermediate
-    in_fp32 = 2 * dims.hidden + 3 * dims.intermediate
-    return itemsize * widths + 4 * in_fp32
+def _kept_of_layer(dims: Dims, device_type: str, itemsize: int) -> tuple[int, int]:
+    """Bytes a token that one layer's forward keeps for backward, the adapter's aside: inside the MLP, and beside it."""
+    if device_type == "cuda":
+        # qerl.model.fused: a chain of element-wise operations keeps its inputs only
+        beside = 4 * dims.hidden + 2 * dims.query + 2 * dims.key
+        return itemsize * 3 * dims.intermediate, itemsize * beside
+    beside = itemsize * (2 * dims.hidden + 3 * dims.query + 2 * dims.key) + 4 * 2 * dims.hidden
+    return (itemsize + 4 * 3) * dims.intermediate, beside
 
 
 def _head_copy(dims: Dims, device_type: str, dtype: torch.dtype, phase: Phase) -> list[Part]:

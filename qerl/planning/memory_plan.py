@@ -9,10 +9,13 @@ before it starts, so here they are chosen:
    fit at full length, so that none is ever preempted; the update as many tokens a microbatch, at most what was asked for.
 
 4. What is left keeps layers' activations that backward would else recompute, unless the config says which it is to be.
+5. If not even one sequence of full length fits into the update, the inputs of as many recomputed layers as it takes wait in
+   the host's memory (qerl.model.offload).
 
 A bigger microbatch than asked for is never chosen, so on a card with room the numbers of a run are the config's.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -21,7 +24,15 @@ import torch
 from qerl.config import Config
 from qerl.errors import UserError
 from qerl.memory import free_gib
-from qerl.planning.footprint import footprint, peak_bytes, phase_bytes, recomputes, wanted_sizes
+from qerl.planning.footprint import (
+    footprint,
+    microbatch_tokens,
+    offloaded_bytes,
+    peak_bytes,
+    phase_bytes,
+    recomputes,
+    wanted_sizes,
+)
 from qerl.planning.footprint_vllm import cache_bytes
 from qerl.planning.sizes import GIB, Part, Sizes, dims_of
 from qerl.quant.layout import Layout
@@ -53,6 +64,8 @@ class Budget:
 
     gib: float
     reason: str
+    host_gib: float = math.inf
+    """Host memory that may be page-locked for it; unknown, so not limited, where the plan is for another machine"""
 
     @property
     def num_bytes(self) -> int:
@@ -97,12 +110,17 @@ def budget_of(config: Config, device: torch.device) -> Budget:
                 "there is no GPU here: for a plan for another machine's, say with --memory-gib what it has"
             )
         return Budget(config.memory_gib, "memory_gib")
+    host = math.inf if device.type == "cpu" else _without_reserve(free_gib(torch.device("cpu")))
     free = free_gib(device)
-    if config.memory_gib is not None:
-        if config.memory_gib <= free:
-            return Budget(config.memory_gib, "memory_gib")
-        return Budget(free, f"free (memory_gib is {config.memory_gib:g})")
-    return Budget(free - max(RESERVE_MIN_GIB, RESERVE_SHARE * free), "free, less a reserve")
+    if config.memory_gib is None:
+        return Budget(_without_reserve(free), "free, less a reserve", host)
+    if config.memory_gib <= free:
+        return Budget(config.memory_gib, "memory_gib", host)
+    return Budget(free, f"free (memory_gib is {config.memory_gib:g})", host)
+
+
+def _without_reserve(gib: float) -> float:
+    return gib - max(RESERVE_MIN_GIB, RESERVE_SHARE * gib)
 
 
 def make_memory_plan(
@@ -132,7 +150,7 @@ def make_memory_plan(
         )
 
     smallest = _with_least_memory(config)
-    least = parts_of(_least_sizes(smallest, layout, place), smallest)
+    least = parts_of(_least_sizes(smallest, layout, place, budget), smallest)
     if place.engine == "vllm":
         sizes = _choose(config, layout, place, budget.without_slack)
     else:
@@ -140,11 +158,11 @@ def make_memory_plan(
 
     def fits_context(length: int) -> bool:
         longer = _with_context(smallest, place, length)
-        needed = parts_of(_least_sizes(longer, layout, place), longer)
+        needed = parts_of(_least_sizes(longer, layout, place, budget), longer)
         return peak_bytes(needed) <= budget.num_bytes
 
     if trains:
-        sizes = _keep_layers(config, layout, place, budget.without_slack, sizes, parts_of)
+        sizes = _place_inputs(config, layout, place, budget.without_slack, sizes, parts_of)
     return MemoryPlan(
         place=place,
         budget=budget,
@@ -155,7 +173,7 @@ def make_memory_plan(
     )
 
 
-def _keep_layers(
+def _place_inputs(
     config: Config,
     layout: Layout,
     place: Place,
@@ -163,14 +181,35 @@ def _keep_layers(
     sizes: Sizes,
     parts_of: Callable[[Sizes], tuple[Part, ...]],
 ) -> Sizes:
-    """`sizes` with as many layers kept from recomputation as there is room for, where the config leaves the choice."""
-    if config.train.gradient_checkpointing is not None or not recomputes(config, place.device_type):
+    """`sizes` with as many layers kept from recomputation as there is room for, or as few offloaded as must be."""
+    if not recomputes(config, place.device_type):
         return sizes
+    num_layers = dims_of(layout).num_layers
 
-    def fits(kept_layers: int) -> bool:
-        return peak_bytes(parts_of(replace(sizes, kept_layers=kept_layers))) <= budget.num_bytes
+    def fits(kept: int = 0, offloaded: int = 0) -> bool:
+        changed = replace(sizes, kept_layers=kept, offloaded_layers=offloaded)
+        return peak_bytes(parts_of(changed)) <= budget.num_bytes
 
-    return replace(sizes, kept_layers=largest_that(fits, dims_of(layout).num_layers, 0))
+    if not fits():
+        most = _most_offloaded(config, layout, place, budget, sizes)
+        if most == 0 or not fits(offloaded=most):
+            return sizes
+        spared = largest_that(lambda n: fits(offloaded=most - n), most, 0)
+        return replace(sizes, offloaded_layers=most - spared)
+    if config.train.gradient_checkpointing is not None:
+        return sizes
+    return replace(sizes, kept_layers=largest_that(lambda n: fits(kept=n), num_layers, 0))
+
+
+def _most_offloaded(
+    config: Config, layout: Layout, place: Place, budget: Budget, sizes: Sizes
+) -> int:
+    """How many layers' inputs the host has room for; 0 where nothing is recomputed, and on the CPU."""
+    if place.device_type != "cuda" or not recomputes(config, place.device_type):
+        return 0
+    tokens = microbatch_tokens(config, place.longest_prompt, sizes.max_tokens_per_microbatch)
+    of_layer = offloaded_bytes(layout, place.dtype, tokens, 1)
+    return int(min(dims_of(layout).num_layers, max(0.0, budget.host_gib * GIB / of_layer)))
 
 
 def largest_that(fits, limit: int, above: int) -> int:
@@ -199,7 +238,7 @@ def _choose(config: Config, layout: Layout, place: Place, budget: Budget) -> Siz
                 return found
             if best is None or _work(found) > _work(best):
                 best = found
-    return _least_sizes(config, layout, place) if best is None else best
+    return _least_sizes(config, layout, place, budget) if best is None else best
 
 
 def _work(sizes: Sizes) -> tuple[int, int]:
@@ -219,7 +258,7 @@ def _fit(
     )
 
     def needs(tokens: int) -> tuple[int, int]:
-        """Bytes of each phase beside the cache, when a microbatch has so many tokens."""
+        """Bytes of each phase beside the cache, when a microbatch has so many tokens; `sizes` as they are now."""
         parts = footprint(
             config,
             layout,
@@ -242,6 +281,10 @@ def _fit(
             )
             wanted = max(longest, steps * STEP_TOKENS)
             if needs(wanted)[1] > budget.num_bytes:
+                alone = replace(sizes, max_tokens_per_microbatch=wanted)
+                most = _most_offloaded(config, layout, place, budget, alone)
+                sizes = replace(sizes, offloaded_layers=most)
+            if needs(wanted)[1] > budget.num_bytes:
                 return None
     else:
         room = budget.num_bytes - max(rollout, update)
@@ -257,18 +300,20 @@ def _fit(
     )
 
 
-def _least_sizes(config: Config, layout: Layout, place: Place) -> Sizes:
+def _least_sizes(config: Config, layout: Layout, place: Place, budget: Budget) -> Sizes:
     """One sequence at a time."""
-    if place.engine != "vllm":
-        return wanted_sizes(config)
-    longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
-    return Sizes(
-        max_num_seqs=1,
-        max_tokens_per_microbatch=1,
-        kv_cache_bytes=cache_bytes(layout, place.dtype, longest),
-        max_num_batched_tokens=BATCHED_TOKENS[-1],
-        releases_cache=True,
-    )
+    sizes = wanted_sizes(config)
+    if place.engine == "vllm":
+        longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
+        sizes = Sizes(
+            max_num_seqs=1,
+            max_tokens_per_microbatch=1,
+            kv_cache_bytes=cache_bytes(layout, place.dtype, longest),
+            max_num_batched_tokens=BATCHED_TOKENS[-1],
+            releases_cache=True,
+        )
+    most = _most_offloaded(config, layout, place, budget, sizes)
+    return replace(sizes, offloaded_layers=most)
 
 
 def _with_least_memory(config: Config) -> Config:

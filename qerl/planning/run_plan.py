@@ -19,7 +19,9 @@ from qerl.memory import free_disk_gib
 from qerl.metrics import format_duration
 from qerl.planning.footprint import (
     adapter_shapes,
+    microbatch_tokens,
     num_parameters,
+    offloaded_bytes,
     optimizer_bytes,
     packed_bytes,
     phase_bytes,
@@ -31,6 +33,9 @@ from qerl.planning.memory_plan import MemoryPlan
 from qerl.planning.sizes import GIB, Part, dims_of
 from qerl.planning.step_time import Speed, estimate_step_s
 from qerl.quant.layout import Layout
+
+HOST_BYTES_PER_S = 4e10
+"""Between page-locked memory and a GPU over PCIe 5: assumed"""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,8 @@ class Plan:
     """All that are kept, one more while it is written, and the adapter's copy."""
     cache_bytes: int
     """The packed base, in the cache's folder."""
+    offloaded_bytes: int
+    """Host memory for inputs of recomputed layers."""
 
     @property
     def step_s(self) -> float:
@@ -112,6 +119,12 @@ def make_plan(
         run_dir=run_dir,
         checkpoint_bytes=(config.log.save_total_limit + 1) * saved + 4 * num_adapter,
         cache_bytes=packed_bytes(layout, config.quant) if config.quant == "nvfp4" else 0,
+        offloaded_bytes=offloaded_bytes(
+            layout,
+            memory.place.dtype,
+            microbatch_tokens(config, longest_prompt, memory.sizes.max_tokens_per_microbatch),
+            memory.sizes.offloaded_layers,
+        ),
     )
 
 
@@ -215,11 +228,24 @@ def _sizes_in_words(plan: Plan) -> str:
     )
     if recomputed:
         text += f"; backward recomputes {recomputed} of {plan.num_layers} layers"
+    if sizes.offloaded_layers:
+        text += (
+            f", inputs of {sizes.offloaded_layers} wait in host memory ({_offload_in_words(plan)})"
+        )
     if plan.engine.name != "vllm":
         return text
     cache, sequence = sizes.kv_cache_bytes / GIB, plan.sequence_cache_bytes / GIB
     kept = "given back during the update" if sizes.releases_cache else "held for good"
     return f"{text}; KV cache {cache:.2f} GiB ({sequence:.3f} a completion), {kept}"
+
+
+def _offload_in_words(plan: Plan) -> str:
+    """What offloading takes of the host, and of the time."""
+    copies = 2 * plan.offloaded_bytes / HOST_BYTES_PER_S
+    return (
+        f"{plan.offloaded_bytes / GIB:.1f} GiB, about {copies:.1f} s of copies a microbatch, "
+        "most of them while the GPU computes"
+    )
 
 
 def _context_in_words(memory: MemoryPlan) -> str:

@@ -26,6 +26,8 @@ class Sizes:
     """Whether the key/value cache is given back during the update"""
     kept_layers: int = 0
     """Layers whose activations are kept for backward although it may recompute: as many as fit"""
+    offloaded_layers: int = 0
+    """Recomputed layers whose inputs wait in the host's memory: as few as must"""
 
 
 @dataclass(frozen=True)

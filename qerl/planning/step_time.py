@@ -1,8 +1,8 @@
 """A guess at the time of a step, from two short measurements of the device and every completion having its full length.
 
 Measured are matrix products (FLOP/s) and copies (bytes/s); for a GPU that is not here, an H100's are assumed. A weight costs
-2 FLOPs a token forward and 2 backward (only dX: the base is frozen), 2 more where layers are recomputed; the head costs
-three products, for its logits are computed again in backward.
+2 FLOPs a token forward and 2 backward (only dX: the base is frozen), 2 more where layers are recomputed, the last matrix of
+each aside; the head costs three products, for its logits are computed again in backward.
 
 A decode step of the transformers engine is bound by whichever is slower, the products of its rows or moving the weights. In
 vLLM's both add up, for the packed GEMM does not hide one behind the other, and each layer has a price of its own: with 0.15 ms a
@@ -94,10 +94,12 @@ def estimate_step_s(
 
     tokens = completions * (place.longest_prompt + length)
     recomputed = recomputed_layers(config, dims.num_layers, place.device_type, sizes)
-    passes = 4 + 2 * recomputed / dims.num_layers
-    flops = passes * linear * tokens + 6 * head * completions * length
+    again = 2 * (linear - dims.num_layers * dims.hidden * dims.intermediate)
+    flops = (4 * linear + again * recomputed / dims.num_layers) * tokens
+    flops += 6 * head * completions * length
     a_microbatch = microbatch_tokens(config, place.longest_prompt, sizes.max_tokens_per_microbatch)
-    expansions = math.ceil(tokens / a_microbatch) * passes / 2 * linear * c / speed.bytes_per_s
+    # Forward and backward expand every matrix; recomputation shares backward's.
+    expansions = math.ceil(tokens / a_microbatch) * 2 * linear * c / speed.bytes_per_s
     return rollout_s, flops / speed.flops_per_s + expansions
 
 
