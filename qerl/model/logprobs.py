@@ -11,8 +11,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_BYTES = 128 * 2**20
+from qerl.model.fused import one_kernel
+
+CHUNK_BYTES = 256 * 2**20
 """Largest logits chunk."""
+ROW_MULTIPLE = 128
+"""Chunks have a multiple of so many rows: tiles of the products are filled"""
 
 
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -24,7 +28,27 @@ def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _chunks(num_tokens: int, vocab_size: int, element_size: int) -> range:
-    return range(0, num_tokens, max(1, CHUNK_BYTES // (vocab_size * element_size)))
+    rows = max(1, CHUNK_BYTES // (vocab_size * element_size))
+    return range(0, num_tokens, rows - rows % ROW_MULTIPLE or rows)
+
+
+@one_kernel
+def _score(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """[C, V] -> [C] log-probabilities of the targets, entropies, and log-sum-exps, under softmax(logits / temperature)."""
+    scaled = logits if temperature == 1 else logits / temperature
+    log_sum = scaled.logsumexp(1)
+    logprobs = scaled.gather(1, targets[:, None])[:, 0] - log_sum
+    probs = (scaled - log_sum[:, None]).exp_()
+    return logprobs, log_sum - probs.mul_(scaled).sum(1), log_sum
+
+
+@one_kernel
+def _scaled_probs(
+    logits: Tensor, log_sum: Tensor, factor: Tensor, temperature: float, dtype: torch.dtype
+) -> Tensor:
+    """exp(logits / temperature - log_sum) * factor; [C, V], [C], [C] -> [C, V] in `dtype`."""
+    scaled = logits if temperature == 1 else logits / temperature
+    return (scaled - log_sum[:, None]).exp_().mul_(factor[:, None]).to(dtype)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -40,12 +64,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         head = _head_for(hidden, weight)
         for start in steps:
             part = slice(start, start + steps.step)
-            logits = head_logits(hidden[part], head).div_(temperature)
-            log_sum[part] = logits.logsumexp(1)
-            logprobs[part] = logits.gather(1, targets[part, None])[:, 0] - log_sum[part]
-            probs = (logits - log_sum[part, None]).exp_()
-            entropy[part] = log_sum[part] - probs.mul_(logits).sum(1)
-        ctx.save_for_backward(hidden, weight, targets, log_sum)
+            logits = head_logits(hidden[part], head)
+            scored = _score(logits, targets[part], temperature)
+            logprobs[part], entropy[part], log_sum[part] = scored
+        ctx.save_for_backward(hidden, weight, targets, logprobs, log_sum)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -53,17 +75,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
-        hidden, weight, targets, log_sum = ctx.saved_tensors
+        hidden, weight, targets, logprobs, log_sum = ctx.saved_tensors
+        factor = grad / ctx.temperature
+        of_target = -torch.expm1(logprobs) * factor  # 1 - p without cancellation
         grad_hidden = torch.empty_like(hidden)
         steps = _chunks(hidden.shape[0], weight.shape[0], log_sum.element_size())
         head = _head_for(hidden, weight)
         for start in steps:
             part = slice(start, start + steps.step)
-            logits = head_logits(hidden[part], head).div_(ctx.temperature)
-            minus_probs = (logits - log_sum[part, None]).exp_().neg_()
-            minus_probs.scatter_add_(1, targets[part, None], torch.ones_like(minus_probs[:, :1]))
-            minus_probs.mul_(grad[part, None] / ctx.temperature)
-            grad_hidden[part] = minus_probs.to(head.dtype) @ head
+            logits = head_logits(hidden[part], head)
+            grad_logits = _scaled_probs(
+                logits, log_sum[part], -factor[part], ctx.temperature, head.dtype
+            )
+            grad_logits.scatter_(1, targets[part, None], of_target[part, None].to(head.dtype))
+            grad_hidden[part] = grad_logits @ head
         return grad_hidden, None, None, None
 
 
