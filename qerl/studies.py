@@ -1,9 +1,11 @@
 """Small experiments as data frames: what the notebooks show, and what one may ask of another model.
 
 * `nvfp4_by_hand`: a few weights through codes and scales; `nvfp4_errors`: the error of each rounding.
+* `base_quality`: what a format costs, on text and on a task, before any training.
 * `noise_schedules`: sigma over the steps of a run; `probe_noise`: what a sigma does to the policy that samples.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,15 +16,20 @@ from qerl.algo.noise import noise_at
 from qerl.build import Inference, build_data, load_tokenizer, open_inference
 from qerl.config import NoiseConfig
 from qerl.errors import UserError
+from qerl.evaluation.policy import correctness_reward, evaluate_policy
+from qerl.evaluation.statistics import bootstrap_interval, paired_difference
 from qerl.model.packing import Item, pack
 from qerl.model.source import resolve_model
 from qerl.quant.nvfp4 import BLOCK_SIZE, E2M1_VALUES, ROUNDINGS, Nvfp4Weight, pack_nvfp4
 from qerl.quant.packed import dequantize, sqnr_db
 from qerl.rollout import generate
 from qerl.settings.layers import build_config, layer_of
+from qerl.tasks.pool import open_pool
 from qerl.types import NoiseDraw, Rollout
 
 NORM_DTYPES = ("float32", "bfloat16")
+BASES = ("bf16", "nf4", *(f"nvfp4:{rounding}" for rounding in ROUNDINGS))
+PIECE_TOKENS = 256
 
 
 def e2m1_values() -> pd.DataFrame:
@@ -74,6 +81,106 @@ def nvfp4_errors(num_rows: int = 256, num_columns: int = 1024, seed: int = 0) ->
             }
         )
     return pd.DataFrame(rows).set_index("rounding")
+
+
+def base_quality(
+    model: str,
+    texts: Sequence[str],
+    *,
+    bases: Sequence[str] = BASES,
+    num_generations: int = 8,
+    **settings: Any,
+) -> pd.DataFrame:
+    """What a frozen base loses against the first one, which should be bf16: a row each, with 95 % intervals.
+
+    Bits a linear weight; nats a token lost on `texts`, and mean exp|delta log p| there (both over texts, paired with the
+    first base); held-out accuracy of the run's task, and its change against the first base on the same problems and seeds.
+
+    Args:
+        texts: plain text, cut into pieces of `PIECE_TOKENS` tokens.
+        bases: a format, or nvfp4:ROUNDING.
+        settings: a run's; the task has to hold something out.
+    """
+    rows: list[dict[str, Any]] = []
+    first: tuple[torch.Tensor, list[float]] | None = None
+    for base in bases:
+        quant, _, rounding = base.partition(":")
+        own = {"quant": quant, **({"rounding": rounding} if rounding else {})}
+        logprobs, scores, bits = _measure_base(model, texts, num_generations, settings | own)
+        first = first or (logprobs, scores)
+        lost = (first[0] - logprobs).mean(dim=1).tolist()
+        apart = (first[0] - logprobs).abs().exp().mean().item()
+        rows.append(
+            {
+                "base": base,
+                "bits a weight": bits,
+                "nats lost a token": bootstrap_interval(lost, seed=0),
+                "mean exp|Δ log p|": apart,
+                "accuracy": bootstrap_interval(scores, seed=0),
+                "change of accuracy": paired_difference(first[1], scores, seed=0),
+            }
+        )
+    return pd.DataFrame(rows).set_index("base")
+
+
+def _measure_base(
+    model: str, texts: Sequence[str], num_generations: int, settings: Mapping[str, Any]
+) -> tuple[torch.Tensor, list[float], float]:
+    """[pieces, PIECE_TOKENS - 1] log-probabilities of the texts, accuracy a problem, bits a linear weight."""
+    config, _ = build_config(layer_of({"model": model, **settings}, "base_quality"))
+    source = resolve_model(config.model, config.revision)
+    tokenizer = load_tokenizer(source, config.trust_remote_code)
+    data = build_data(config, tokenizer, for_training=False)
+    if data.test is None:
+        raise UserError("base_quality: the task holds nothing out; set test_size or eval_size")
+    inference = open_inference(config, source, tokenizer)
+    try:
+        logprobs, _ = _logprobs(inference, _pieces(tokenizer, texts), None)
+        with open_pool(data.rewards, config.reward) as pool:
+            evaluation = evaluate_policy(
+                inference.engine,
+                tokenizer,
+                data.test,
+                pool,
+                data.rewards,
+                inference.sampling,
+                correctness=correctness_reward(data.rewards, data.task),
+                num_generations=num_generations,
+                seed=config.seed,
+                version=0,
+            )
+        linears = inference.policy.base.linears.values()
+        bits = 8 * sum(w.nbytes for w in linears) / sum(math.prod(w.shape) for w in linears)
+    finally:
+        inference.engine.close()
+    scores = [sum(problem.correct) / len(problem.correct) for problem in evaluation.problems]
+    return logprobs.view(-1, PIECE_TOKENS - 1), scores, bits
+
+
+def _pieces(tokenizer: Any, texts: Sequence[str]) -> list[Rollout]:
+    """The texts as completions of their first token."""
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    pieces = [
+        tuple(row[start : start + PIECE_TOKENS])
+        for row in ids
+        for start in range(0, len(row) - PIECE_TOKENS + 1, PIECE_TOKENS)
+    ]
+    if not pieces:
+        raise UserError(f"base_quality: no text has {PIECE_TOKENS} tokens")
+    count = PIECE_TOKENS - 1
+    return [
+        Rollout(
+            problem_id=str(index),
+            sample_index=0,
+            prompt_ids=piece[:1],
+            completion_ids=piece[1:],
+            logprobs=(0.0,) * count,
+            loss_mask=(True,) * count,
+            finish_reason="length",
+            version=0,
+        )
+        for index, piece in enumerate(pieces)
+    ]
 
 
 def noise_schedules(num_steps: int = 100, **noise: Any) -> pd.DataFrame:

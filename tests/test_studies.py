@@ -48,3 +48,25 @@ def test_the_probe_sees_what_bf16_norms_lose():
     assert changed["float32", 1e-4] > 0.99 and changed["bfloat16", 1e-4] < 0.01
     assert distance["clean", 0.0] == 1 and distance["bfloat16", 1e-4] < distance["float32", 1e-4]
     assert distance["float32", 1e-4] < distance["float32", 1e-2]
+
+
+def test_a_base_that_was_not_quantized_loses_nothing():
+    text = "One copy of the frozen base serves the sampler and the trainer alike. " * 12
+    frame = studies.base_quality(
+        "tiny",
+        [text],
+        bases=("bf16", "nf4", "nvfp4:nearest", "nvfp4:mse"),
+        num_generations=2,
+        task={"name": "reasoning-gym/chain_sum", "train_size": 8, "test_size": 4},
+        max_completion_length=4,
+        device="cpu",
+    )
+    lost = {base: interval.mean for base, interval in frame["nats lost a token"].items()}
+    apart = frame["mean exp|Δ log p|"]
+    assert lost["bf16"] == 0 and apart["bf16"] == 1
+    assert frame["bits a weight"]["bf16"] == 16
+    assert 4 < frame["bits a weight"]["nf4"] < frame["bits a weight"]["nvfp4:nearest"] < 4.6
+    assert lost["nf4"] != 0 and apart["nvfp4:mse"] > 1
+    assert frame["change of accuracy"]["bf16"].mean == 0
+    with pytest.raises(UserError, match="256 tokens"):
+        studies.base_quality("tiny", ["short"], task={"name": "reasoning-gym/chain_sum"})
