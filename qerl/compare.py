@@ -4,7 +4,7 @@
     python -m qerl.compare --config configs/compare-quickstart.toml --minutes 25
 
 Every arm and seed is a training run of its own (qerl.train), in a process of its own, with everything equal but what the
-arm is about. The same command again continues where it stopped; `--minutes` ends a session on time. At the end, and
+arm is about; `--at-once 4` runs four of them side by side, which small models leave room for. The same command again continues where it stopped; `--minutes` ends a session on time. At the end, and
 whenever it stops, it writes report.html, report.md and report.json into the comparison's folder.
 
 Exit code: 0 all runs finished; 1 a run failed; 75 stopped before all were finished; 2 bad input.
@@ -37,6 +37,11 @@ FLAGS = (
     ExtraFlag(
         "minutes", "Stop after so many minutes; the same command continues.", takes_value=True
     ),
+    ExtraFlag(
+        "at_once",
+        "Runs side by side; on a GPU --memory-gib says how much each may take.",
+        takes_value=True,
+    ),
     ExtraFlag("dry_run", "Print the commands of all runs and stop."),
     ExtraFlag("report_only", "Write the report of what there is and stop."),
 )
@@ -58,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
         for planned in comparison.runs:
             say(planned.command)
         return 0
-    runner = Runner(comparison, _minutes(options.minutes))
+    at_once = _at_once(options.at_once, comparison)
+    runner = Runner(comparison, _minutes(options.minutes), at_once)
     if not options.report_only:
         runner.run_all()
     return finish(comparison, runner)
@@ -99,6 +105,21 @@ def vars_of(options: Any) -> dict[str, Any]:
     """The command line's words for the keys of the [compare] table."""
     names = ("arms", "seeds", "baseline", "target_accuracy")
     return {name: getattr(options, name) for name in names}
+
+
+def _at_once(text: str | None, comparison: Comparison) -> int:
+    if text is None:
+        return 1
+    if not text.isdecimal() or int(text) == 0:
+        raise UserError(f"--at-once {text}: give a whole number of runs, 1 or more")
+    config, count = comparison.config, int(text)
+    on_gpu = config.device != "cpu" and Path("/dev/nvidiactl").exists()
+    if count > 1 and on_gpu and config.memory_gib is None:
+        raise UserError(
+            f"--at-once {count}: say with --memory-gib how much of the GPU each run may take, "
+            "or the first one takes all of it"
+        )
+    return count
 
 
 def _minutes(text: str | None) -> float | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl.compare import FLAGS, finish, main, make_report
+from qerl.compare import FLAGS, UNFINISHED, finish, main, make_report
 from qerl.comparison.arms import make_comparison
 from qerl.comparison.runner import Runner
 from qerl.errors import UserError
@@ -93,7 +93,9 @@ sigma_start = 1e-3
         (["--seed", "3"], "give --seeds"),
         (["--quant", "nf4"], "sets quant itself"),
         (["--target-accuracy", "90"], "between 0 and 1"),
+        (["--at-once", "0"], "a whole number of runs"),
         (["--minutes", "0"], "above 0"),
+        (["--at-once", "0"], "a whole number of runs"),
         (["--learning-rate", "-1"], "learning_rate"),
     ],
 )
@@ -171,6 +173,34 @@ def test_failed_and_stopped_runs_do_not_lose_the_others(tmp_path, monkeypatch, c
     }
     runs = json.loads((tmp_path / "c" / "compare.json").read_text())["runs"]
     assert [run["sessions"] for run in runs.values()] == [2, 1, 2, 1]
+
+
+SIDE_BY_SIDE = """
+import sys, time
+from pathlib import Path
+run = Path(next(word for word in sys.argv if word.startswith("--run-dir=")).partition("=")[2])
+run.mkdir(parents=True)
+end = time.monotonic() + 30
+while len(list(run.parent.parent.glob("*/seed-0"))) < 3:
+    if time.monotonic() > end:
+        sys.exit("alone")
+    time.sleep(0.05)
+print("step 1/1", flush=True)
+if "forever" not in str(run):
+    sys.exit(0)
+time.sleep(60)
+"""
+
+
+def test_runs_side_by_side_meet_and_stop_together(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("qerl.comparison.runner.TRAIN", (sys.executable, "-c", SIDE_BY_SIDE))
+    words = [*WORDS, "--arms", "bf16,nf4,nvfp4", "--seeds", "0", "--at-once", "3"]
+    assert main([*words, "--run-dir", str(tmp_path / "c")]) == 0
+    assert "step 1/1" in capsys.readouterr().out
+    folder = tmp_path / "forever"
+    assert main([*words, "--run-dir", str(folder), "--minutes", "0.1"]) == UNFINISHED
+    runs = json.loads((folder / "compare.json").read_text())["runs"]
+    assert {run["state"] for run in runs.values()} == {"stopped"} and len(runs) == 3
 
 
 def test_a_folder_that_is_no_comparison_is_left_alone(tmp_path):

@@ -1,4 +1,4 @@
-"""Running the arms of a comparison: one process a run, in turn, stopped and continued at any point. Imports no torch.
+"""Running the arms of a comparison: one process a run, one or a few at once, stopped and continued at any point. No torch.
 
 `compare.json` in the comparison's folder says what became of each run. A run is finished when its command ended with
 exit code 0; the same command is then not run again. Everything else is left to the run itself: its folder continues
@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -38,27 +39,25 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Runner:
-    """State: what became of each run so far, the child that is running, and whether someone asked to stop."""
+    """State: what became of each run so far, the children that are running, and whether someone asked to stop."""
 
-    def __init__(self, comparison: Comparison, minutes: float | None = None):
+    def __init__(self, comparison: Comparison, minutes: float | None = None, at_once: int = 1):
         """Read what earlier sessions did. Raises UserError if the folder holds something else."""
-        self.comparison = comparison
+        self.comparison, self.at_once = comparison, at_once
         self.deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self.runs = read_status(comparison.folder).get("runs", {})
         self.stop_signal: int | None = None
-        self._child: subprocess.Popen[str] | None = None
+        self._children: set[subprocess.Popen[str]] = set()
+        self._lock = threading.Lock()
         check_folder(comparison.folder)
 
     def run_all(self) -> None:
         """Run what is not finished, until all are, the time is up, or a signal asks to stop."""
         self.comparison.folder.mkdir(parents=True, exist_ok=True)
         self._write_status()
-        with self._signals():
-            for planned in self.comparison.runs:
-                if self.stop_signal is not None or self.time_is_up:
-                    return
-                if not self.is_finished(planned):
-                    self._run(planned)
+        with self._signals(), self._alarm(), ThreadPoolExecutor(self.at_once) as threads:
+            for done in [threads.submit(self._run, run) for run in self.comparison.runs]:
+                done.result()
 
     @property
     def time_is_up(self) -> bool:
@@ -78,6 +77,8 @@ class Runner:
         )
 
     def _run(self, planned: PlannedRun) -> None:
+        if self.is_finished(planned) or self._is_stopping:
+            return
         log = self.comparison.folder / "logs" / f"{planned.name.replace('/', '-')}.log"
         log.parent.mkdir(exist_ok=True)
         earlier = self.runs.get(planned.name, {})
@@ -86,7 +87,7 @@ class Runner:
         with log.open("a", encoding="utf-8") as file:
             code, last_line = self._wait_for_child(planned, file)
         state = "finished" if code == 0 else "stopped" if self._was_stopped(code) else "failed"
-        self.runs[planned.name] = {
+        result = {
             "state": state,
             "command": planned.command,
             "run_dir": str(planned.run_dir),
@@ -95,12 +96,18 @@ class Runner:
             "sessions": earlier.get("sessions", 0) + 1,
             "seconds": earlier.get("seconds", 0.0) + time.monotonic() - started,
         }
-        self._write_status()
+        with self._lock:
+            self.runs[planned.name] = result
+            self._write_status()
         say(f"{planned.name}: {state}{f' ({last_line})' if state == 'failed' else ''}")
 
     def _was_stopped(self, code: int) -> bool:
         """By us, and not by a fault."""
-        return code in STOPPED and (self.stop_signal is not None or self.time_is_up)
+        return code in STOPPED and self._is_stopping
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self.stop_signal is not None or self.time_is_up
 
     def _wait_for_child(self, planned: PlannedRun, log: IO[str]) -> tuple[int, str]:
         """Exit code and last line of a run; its lines go to `log`, the telling ones to the terminal."""
@@ -114,8 +121,10 @@ class Runner:
             start_new_session=True,
             preexec_fn=_die_with_parent,
         ) as child:
-            self._child = child
-            alarm = self._alarm()
+            with self._lock:
+                self._children.add(child)
+            if self._is_stopping:  # asked just before
+                self._ask_to_stop(child)
             last_line = ""
             try:
                 assert child.stdout is not None
@@ -126,22 +135,30 @@ class Runner:
                     if line.startswith(SHOWN):
                         say(f"[{planned.name}] {line.rstrip()}")
             finally:
-                if alarm is not None:
-                    alarm.cancel()
-                self._child = None
+                with self._lock:
+                    self._children.discard(child)
         return child.returncode, last_line
 
-    def _alarm(self) -> threading.Timer | None:
+    @contextmanager
+    def _alarm(self) -> Iterator[None]:
+        """Ask all children to stop when the time is up."""
         if self.deadline is None:
-            return None
-        alarm = threading.Timer(max(0.0, self.deadline - time.monotonic()), self._ask_child_to_stop)
+            yield
+            return
+        alarm = threading.Timer(max(0.0, self.deadline - time.monotonic()), self._ask_all_to_stop)
         alarm.daemon = True
         alarm.start()
-        return alarm
+        try:
+            yield
+        finally:
+            alarm.cancel()
 
-    def _ask_child_to_stop(self) -> None:
-        child = self._child
-        if child is None or child.poll() is not None:
+    def _ask_all_to_stop(self) -> None:
+        for child in tuple(self._children):
+            self._ask_to_stop(child)
+
+    def _ask_to_stop(self, child: subprocess.Popen[str]) -> None:
+        if child.poll() is not None:
             return
         child.send_signal(signal.SIGTERM)
         killer = threading.Timer(GRACE_S, child.kill)
@@ -150,17 +167,19 @@ class Runner:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM stop the running child; where signals cannot be caught (a thread) nothing changes."""
+        """Ctrl-C and SIGTERM stop the running children; where signals cannot be caught (a thread) nothing changes."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
         def ask(number: int, _: FrameType | None) -> None:
             if self.stop_signal is not None:
+                for child in tuple(self._children):
+                    child.kill()
                 raise KeyboardInterrupt
             self.stop_signal = number
-            say("stopping: the run in progress saves first (again to stop at once)")
-            self._ask_child_to_stop()
+            say("stopping: what runs now saves first (again to stop at once)")
+            self._ask_all_to_stop()
 
         previous = {n: signal.signal(n, ask) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -176,6 +195,7 @@ class Runner:
             "seeds": comparison.seeds,
             "baseline": comparison.baseline,
             "target_accuracy": comparison.target_accuracy,
+            "at_once": self.at_once,
             "runs": self.runs,
         }
         path = comparison.folder / STATUS

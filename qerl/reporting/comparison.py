@@ -83,7 +83,10 @@ def read_comparison(folder: Path) -> ComparisonReport:
         summary={arm.name: _summary(arm) for arm in arms},
         differences=tuple(differences),
         times=tuple(_time_to(arm, target) for target in targets for arm in arms),
-        sentences=_sentences(status["baseline"], arms, differences),
+        sentences=(
+            *_sentences(status["baseline"], arms, differences),
+            *_about_speed(status.get("at_once", 1)),
+        ),
         checks=_checks(arms, baseline),
     )
 
@@ -108,6 +111,14 @@ def _summary(arm: ArmRuns) -> dict[str, float | None]:
     values = {name: [value(run) for run in runs] for name, value in QUANTITIES.items()}
     means = {name: mean([v for v in found if v is not None]) for name, found in values.items()}
     return {"seeds finished": len(arm.finished), **means}
+
+
+def _about_speed(at_once: int) -> tuple[str, ...]:
+    if at_once == 1:
+        return ()
+    return (
+        f"{at_once} runs shared the machine: their seconds, tokens/s and memory are not to be compared.",
+    )
 
 
 def _sentences(
