@@ -30,9 +30,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="quickstart")
-    parser.add_argument(
-        "--text", nargs="+", type=Path, default=sorted(DOCS.glob("*.md"))
-    )
+    parser.add_argument("--text", nargs="+", type=Path, default=sorted(DOCS.glob("*.md")))
     parser.add_argument("--num-generations", type=int, default=16)
     parser.add_argument("--name", default="base_quality")
     parser.add_argument("flags", nargs="*", help="more flags of qerl.train, after --")

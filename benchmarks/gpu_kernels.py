@@ -14,9 +14,7 @@ benchmarks/results. Needs torch with CUDA, triton, humming-kernels 0.1.10 and py
 import argparse
 import json
 import os
-import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,9 +24,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-import triton
 from torch import Tensor
 
+from qerl.benchmarking.processes import describe
 from qerl.errors import UserError
 from qerl.kernels import expand, triton_expand
 from qerl.kernels.gemm import HummingGemm, check_layout, pack_with_humming, probe_matrix
@@ -107,21 +105,9 @@ def main() -> int:
 
 
 def description() -> dict[str, object]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    properties = torch.cuda.get_device_properties(DEVICE)
     return {
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "commit": commit.stdout.strip(),
-        "device": properties.name,
-        "l2_bytes": properties.L2_cache_size,
-        "versions": {
-            "python": sys.version.split()[0],
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "humming-kernels": version("humming-kernels"),
-        },
+        **describe(DEVICE),
+        "l2_bytes": torch.cuda.get_device_properties(DEVICE).L2_cache_size,
     }
 
 

@@ -22,9 +22,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from synthetic import SHAPES, model_config, random_base
 from transformers import Qwen2Config
 
+from qerl.benchmarking.synthetic import SHAPES, model_config, random_base
 from qerl.config import Config
 from qerl.cuda_memory import cuda_memory
 from qerl.engine.vllm_arguments import VllmOptions

@@ -11,36 +11,36 @@ key/value cache:
     bf16     a bf16 base in qerl's engine, where it fits
     marlin   the QeRL stack: compressed-tensors NVFP4 with Marlin and vLLM's own LoRA
 
-Weights are random (synthetic.py; vLLM's dummy ones for `marlin`): speed does not depend on them. Groups of 8 samples share a
+Weights are random (qerl/benchmarking/synthetic.py; vLLM's dummy ones for `marlin`): speed does not depend on them. Groups of 8 samples share a
 prompt of 256 tokens; 128 tokens are generated. A step is a decode step, prefill taken off. Rank 32, every linear adapted.
 Written to rollout.json in $OUT, or benchmarks/results. Needs vLLM and humming-kernels.
 """
 
 import argparse
 import json
-import os
-import shlex
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from synthetic import SHAPES, model_config, random_base, write_config
+from reports import print_row, write_report
 
-PROMPT, GENERATED, GROUP, RANK = 256, 128, 8, 32
-ARMS = ("ours", "bare", "nf4", "bf16", "marlin")
-REPEATS = 3
-DEVICE = torch.device("cuda", 0)
-Generate = Callable[[int, int], int]
-"""(sequences, tokens each) -> tokens generated; the prefix cache is empty before"""
+from qerl.benchmarking.processes import default_device, describe, measure_in_process
+from qerl.benchmarking.rollout_arms import (
+    GROUP,
+    RANK,
+    RolloutArm,
+    RolloutWork,
+    measure,
+    prompts_of,
+    start_ours,
+)
+from qerl.benchmarking.synthetic import SHAPES, write_config
+from qerl.quant.layout import build_layout
 
 
 def main() -> None:
@@ -51,50 +51,27 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0, help="fewer layers than the shape has")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[8, 64, 256])
-    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--name", default="rollout", help="of the JSON file")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("gpu_rollout: no CUDA GPU here, nothing was measured")
         return
-    if options.arm:
-        run_arm(options)
-        return
+    work = RolloutWork(options.shape, options.layers, tuple(options.batch_sizes))
     report = {
-        "command": shlex.join(["python", *sys.argv]),
-        "device": torch.cuda.get_device_name(),
-        "versions": {
-            name: version(name)
-            for name in ("torch", "vllm", "bitsandbytes", "humming-kernels", "transformers")
-        },
+        **describe(default_device()),
         "shape": options.shape,
-        "layers": options.layers or SHAPES[options.shape][2],
+        "layers": work.config.num_hidden_layers,
         "rows": [],
         "failures": {},
     }
     for arm in options.arms:
-        rows, failure = run_process(arm)
-        report["rows"] += rows
-        if failure:
-            report["failures"][arm] = failure
+        outcome = measure_in_process(measure, arm, ARMS[arm], work, tell=print_row)
+        report["rows"] += outcome.rows
+        if outcome.failure:
+            report["failures"][arm] = outcome.failure
     report["ratios"] = ratios(report["rows"])
-    print(json.dumps(report["ratios"], indent=1))
-    target = Path(os.environ.get("OUT", Path(__file__).parent / "results"))
-    (target / f"{options.name}.json").write_text(json.dumps(report, indent=1) + "\n")
-
-
-def run_process(arm: str) -> tuple[list[dict], str | None]:
-    """The arm's rows, and its last words if it failed."""
-    process = subprocess.Popen(
-        [sys.executable, *sys.argv, "--arm", arm], stdout=subprocess.PIPE, text=True
-    )
-    rows, last = [], ""
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        if line.startswith("ROW "):
-            rows.append(json.loads(line[4:]))
-        last = line
-    return rows, None if process.wait() == 0 else f"exit code {process.returncode}: {last[-300:]}"
+    print(json.dumps(report["ratios"], indent=1), report["failures"])
+    write_report(options.name, report)
 
 
 def ratios(rows: list[dict]) -> dict[str, float]:
@@ -115,93 +92,17 @@ def ratios(rows: list[dict]) -> dict[str, float]:
     return result
 
 
-def run_arm(options: argparse.Namespace) -> None:
-    """Start the arm's engine and print a row for each batch size."""
-    started = time.perf_counter()
-    config = model_config(options.shape, options.layers)
-    most = max(options.batch_sizes)
-    heads = config.num_attention_heads
-    token_bytes = (
-        4 * config.num_hidden_layers * config.num_key_value_heads * (config.hidden_size // heads)
-    )
-    kv_bytes = (most + 1) * 2 * PROMPT * token_bytes
-    start = start_marlin if options.arm == "marlin" else start_ours
-    generate = start(options.arm, config, most, kv_bytes)
-    start_s = round(time.perf_counter() - started, 1)
-    for size in options.batch_sizes:
-        generate(size, 4)
-        prefill = statistics.median(timed(generate, size, 1) for _ in range(REPEATS))
-        total = statistics.median(timed(generate, size, GENERATED) for _ in range(REPEATS))
-        row = {
-            "arm": options.arm,
-            "sequences": size,
-            "tokens_per_s": round(size * GENERATED / total, 1),
-            "step_ms": round(1e3 * (total - prefill) / (GENERATED - 1), 3),
-            "prefill_s": round(prefill, 3),
-            "start_s": start_s,
-            "device_gb": round(
-                (lambda free, total: total - free)(*torch.cuda.mem_get_info()) / 1e9, 2
-            ),
-        }
-        print("ROW", json.dumps(row), flush=True)
-
-
-def timed(generate: Generate, size: int, tokens: int) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    generated = generate(size, tokens)
-    seconds = time.perf_counter() - start
-    assert generated == size * tokens, (generated, size, tokens)
-    return seconds
-
-
-def prompts_of(size: int) -> list[tuple[tuple[int, ...], int]]:
-    """(prompt, samples) of groups: arbitrary tokens below 1000."""
-    group = min(GROUP, size)
-    return [
-        (tuple((7919 * p + 31 * i) % 1000 for i in range(PROMPT)), group)
-        for p in range(size // group)
-    ]
-
-
-def start_ours(arm: str, config: object, most: int, kv_bytes: int) -> Generate:
-    from qerl.config import LoraConfig
+def start_bare(arm: str, work: RolloutWork) -> RolloutArm:
     from qerl.engine import vllm_engine
-    from qerl.engine.vllm_arguments import VllmOptions
-    from qerl.model.policy import Policy
-    from qerl.types import GenerationRequest, Sampling
 
-    format = {"ours": "nvfp4", "bare": "nvfp4"}.get(arm, arm)
-    base = random_base(config, format, DEVICE)
-    policy = Policy(base, LoraConfig(lora_r=RANK, lora_alpha=RANK), model_name="random", seed=0)
-    options = VllmOptions(
-        max_model_len=2 * PROMPT,
-        max_num_seqs=most,
-        kv_cache_bytes=kv_bytes,
-        max_num_batched_tokens=8192,
-    )
-    if arm == "bare":
-        with patch.object(vllm_engine, "adapter_parts", lambda *_: {}):
-            engine = vllm_engine.VllmEngine(policy, options)
-    else:
-        engine = vllm_engine.VllmEngine(policy, options)
-
-    def generate(size: int, tokens: int) -> int:
-        engine.sync(engine.version + 1, None)
-        requests = [
-            GenerationRequest(str(p), prompt, tuple(1 + p * GROUP + i for i in range(samples)))
-            for p, (prompt, samples) in enumerate(prompts_of(size))
-        ]
-        groups = engine.generate(requests, Sampling(1.0, tokens, ()))
-        return sum(len(rollout.completion_ids) for group in groups for rollout in group)
-
-    return generate
+    with patch.object(vllm_engine, "adapter_parts", lambda *_: {}):
+        return start_ours("ours", work)
 
 
-def start_marlin(arm: str, config: object, most: int, kv_bytes: int) -> Generate:
+def start_marlin(arm: str, work: RolloutWork) -> RolloutArm:
     from qerl.engine.vllm_setup import require_vllm
 
-    require_vllm(DEVICE)
+    require_vllm(default_device())
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -219,7 +120,7 @@ def start_marlin(arm: str, config: object, most: int, kv_bytes: int) -> Generate
         "config_groups": {"group_0": group},
     }
     root = Path(tempfile.mkdtemp())
-    folder = write_config(root / "model", config, quantization_config=quantization)
+    folder = write_config(root / "model", work.config, quantization_config=quantization)
     llm = LLM(
         model=str(folder),
         load_format="dummy",
@@ -230,23 +131,23 @@ def start_marlin(arm: str, config: object, most: int, kv_bytes: int) -> Generate
         hf_overrides={"head_dtype": "float32"},
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=True,
-        max_model_len=2 * PROMPT,
-        max_num_seqs=most,
+        max_model_len=work.max_model_len,
+        max_num_seqs=work.max_num_seqs,
         max_num_batched_tokens=8192,
-        kv_cache_memory_bytes=kv_bytes,
+        kv_cache_memory_bytes=work.kv_cache_bytes,
         gpu_memory_utilization=0.01,
         enable_lora=True,
         max_lora_rank=RANK,
         max_loras=1,
         disable_log_stats=True,
-        compilation_config={"cudagraph_capture_sizes": capture_sizes(most)},
+        compilation_config={"cudagraph_capture_sizes": capture_sizes(work.max_num_seqs)},
     )
-    adapter = LoRARequest("adapter", 1, str(write_adapter(root / "adapter", config)))
+    adapter = LoRARequest("adapter", 1, str(write_adapter(root / "adapter", work)))
 
     def generate(size: int, tokens: int) -> int:
         llm.reset_prefix_cache()
         prompts, parameters = [], []
-        for p, (prompt, samples) in enumerate(prompts_of(size)):
+        for p, (prompt, samples) in enumerate(prompts_of(size, work.prompt)):
             for i in range(samples):
                 prompts.append({"prompt_token_ids": list(prompt)})
                 parameters.append(
@@ -263,30 +164,20 @@ def start_marlin(arm: str, config: object, most: int, kv_bytes: int) -> Generate
         outputs = llm.generate(prompts, parameters, lora_request=adapter, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
-    return generate
+    return RolloutArm("vLLM with Marlin and its own LoRA", generate)
 
 
-def write_adapter(folder: Path, config: object) -> Path:
+def write_adapter(folder: Path, work: RolloutWork) -> Path:
     """A PEFT adapter of rank 32 on every linear, random."""
     from safetensors.torch import save_file
 
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    keys = hidden // config.num_attention_heads * config.num_key_value_heads
-    shapes = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (hidden, keys),
-        "self_attn.v_proj": (hidden, keys),
-        "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (hidden, intermediate),
-        "mlp.up_proj": (hidden, intermediate),
-        "mlp.down_proj": (intermediate, hidden),
-    }
-    tensors = {}
-    for layer in range(config.num_hidden_layers):
-        for name, (inputs, outputs) in shapes.items():
-            key = f"base_model.model.model.layers.{layer}.{name}"
-            tensors[f"{key}.lora_A.weight"] = torch.randn(RANK, inputs).bfloat16() * 1e-3
-            tensors[f"{key}.lora_B.weight"] = torch.randn(outputs, RANK).bfloat16() * 1e-3
+    tensors, names = {}, set()
+    for fused in build_layout(work.config).linears:
+        for member, rows in zip(fused.members, fused.member_rows, strict=True):
+            key = f"base_model.model.{member}"
+            tensors[f"{key}.lora_A.weight"] = torch.randn(RANK, fused.num_columns).bfloat16() * 1e-3
+            tensors[f"{key}.lora_B.weight"] = torch.randn(rows, RANK).bfloat16() * 1e-3
+            names.add(member.rpartition(".")[2])
     folder.mkdir(parents=True)
     save_file(tensors, str(folder / "adapter_model.safetensors"))
     settings = {
@@ -296,12 +187,20 @@ def write_adapter(folder: Path, config: object) -> Path:
         "lora_alpha": RANK,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": [name.rpartition(".")[2] for name in shapes],
+        "target_modules": sorted(names),
         "base_model_name_or_path": "random",
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     return folder
 
+
+ARMS: dict[str, Callable[[str, RolloutWork], RolloutArm]] = {
+    "ours": start_ours,
+    "bare": start_bare,
+    "nf4": start_ours,
+    "bf16": start_ours,
+    "marlin": start_marlin,
+}
 
 if __name__ == "__main__":
     main()

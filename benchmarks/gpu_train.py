@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_train.py --shape 32b --cap-bytes 80e9 [--completion 512] [--steps 2] [-- FLAGS OF qerl.train]
 
-Writes an NVFP4 checkpoint of random weights (synthetic.py) and prompts of a given length, starts a ballast process that holds
+Writes an NVFP4 checkpoint of random weights (qerl/benchmarking/synthetic.py) and prompts of a given length, starts a ballast process that holds
 all of the card's memory but the cap, and runs `python -m qerl.train` as a user would, with vLLM, rank 32 and noise from the
 second step on. Checked afterwards: every matrix of the adapter has moved away from its initial zeros, so every layer had a
 gradient. Recorded: metrics of each step, agreement, the plan's peak and the measured one (by the ballast process, from
@@ -109,10 +109,10 @@ def main() -> int:
 
 WRITE = f"""
 import sys
-sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parent.parent)!r}]
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 import torch
 from pathlib import Path
-from synthetic import model_config, write_checkpoint
+from qerl.benchmarking.synthetic import model_config, write_checkpoint
 shape, layers, folder = sys.argv[1:]
 write_checkpoint(Path(folder), model_config(shape, int(layers)), torch.device("cuda", 0))
 """
