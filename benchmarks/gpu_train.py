@@ -13,7 +13,6 @@ benchmarks/results.
 import argparse
 import json
 import os
-import random
 import shlex
 import subprocess
 import sys
@@ -25,6 +24,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from safetensors import safe_open
+
+from qerl.bench_step import StepWork, work_settings
 
 BALLAST = """
 import sys, time, torch
@@ -73,7 +74,7 @@ def main() -> int:
         print(f"checkpoint written in {time.time() - started:.0f} s", flush=True)
     context = options.prompt + options.completion
     run_dir = options.work / f"run-{options.shape}-{context}-{time.time_ns()}"
-    command = train_command(options, model, write_prompts(options), run_dir)
+    command = train_command(options, model, run_dir)
     peak_file = options.work / "peak"
     ballast = subprocess.Popen(
         [sys.executable, "-c", BALLAST, str(options.cap_bytes), str(peak_file)],
@@ -118,41 +119,22 @@ write_checkpoint(Path(folder), model_config(shape, int(layers)), torch.device("c
 """
 
 
-def write_prompts(options: argparse.Namespace) -> Path:
-    """Different prompts of the length, one token a letter."""
-    path = options.work / f"prompts-{options.prompt}.jsonl"
-    letters = random.Random(0)
-    with path.open("w") as file:
-        for _ in range(options.problems * options.steps):
-            text = "".join(letters.choice("abcdefghij ") for _ in range(options.prompt - 1)) + "?"
-            file.write(json.dumps({"prompt": text, "answer": "0"}) + "\n")
-    return path
-
-
-def train_command(
-    options: argparse.Namespace, model: Path, prompts: Path, run_dir: Path
-) -> list[str]:
+def train_command(options: argparse.Namespace, model: Path, run_dir: Path) -> list[str]:
+    work = StepWork(
+        model=options.shape,
+        problems=options.problems,
+        samples=options.samples,
+        prompt=options.prompt,
+        completion=options.completion,
+        steps=options.steps,
+    )
     settings = {
-        "model": model,
-        "task": "dataset",
-        "task.path": prompts,
-        "chat-template": "none",
-        "reward-funcs": f"{Path(__file__).parent / 'synthetic_reward.py'}:spread",
-        "run-dir": run_dir,
+        **work_settings(work, model, options.work / f"prompts-{options.prompt}.jsonl"),
+        "run-dir": str(run_dir),
         "engine": "vllm",
-        "num-generations": options.samples,
-        "prompts-per-step": options.problems,
-        "max-prompt-length": options.prompt,
-        "max-completion-length": options.completion,
-        "max-steps": options.steps,
-        "max-batch-size": 256,
-        "lora-r": 32,
-        "warmup-ratio": 0,
-        "noise.num-stages": 2,
-        "eval-size": 0,
-        "memory-gib": options.cap_bytes / 2**30,
+        "memory-gib": str(options.cap_bytes / 2**30),
     }
-    flags = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+    flags = [part for key, value in settings.items() for part in (f"--{key}", value)]
     return [sys.executable, "-m", "qerl.train", *flags, *options.flags]
 
 

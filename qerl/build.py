@@ -157,14 +157,14 @@ def kernel_layout(
     return lambda weight: pack(cast(Nvfp4Weight, weight), mma)
 
 
-def build_policy(
+def load_base(
     config: Config,
     source: ModelSource,
     device: torch.device,
     dtype: torch.dtype,
     engine: EngineChoice,
-) -> Policy:
-    """Pack the base (or read its cache), in the layout that the engine's kernels want, and put the adapter on it."""
+) -> BaseWeights:
+    """Pack the base, or read its cache, in the layout that the engine's kernels want."""
     if device.type == "cpu":
         return_freed_memory()
     base = BaseWeights.load(
@@ -180,6 +180,11 @@ def build_policy(
         say(f"note: {note}")
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what packing left behind
+    return base
+
+
+def build_policy(config: Config, source: ModelSource, base: BaseWeights) -> Policy:
+    """The adapter on the base."""
     return Policy(
         base,
         config.lora,
@@ -292,7 +297,8 @@ def open_inference(
             f"{memory.budget.gib:.1f} GiB is {memory.budget.reason}; sampling needs "
             f"{memory.least_bytes / GIB:.1f} GiB at the least: take a smaller model, or lower --max-completion-length"
         )
-    policy = build_policy(config, source, device, dtype, choice)
+    base = load_base(config, source, device, dtype, choice)
+    policy = build_policy(config, source, base)
     engine = build_engine(config, policy, choice, memory.sizes)
     sampling = build_sampling(config, eos_token_ids(source, tokenizer))
     return Inference(source, tokenizer, policy, engine, sampling)

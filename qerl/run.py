@@ -7,7 +7,7 @@ expensive: the packed base, the policy, the engine. So bad input is found before
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +29,7 @@ from qerl.build import (
     check_model,
     context_limit,
     eos_token_ids,
+    load_base,
     load_tokenizer,
     resolve_device,
     resolve_dtype,
@@ -50,6 +51,7 @@ from qerl.optim import make_optimizer
 from qerl.planning.footprint import recomputed_layers
 from qerl.planning.memory_plan import MemoryPlan, Place, budget_of, make_memory_plan
 from qerl.planning.record import PlanRecord
+from qerl.quant.base_weights import BaseWeights
 from qerl.quant.layout import Layout
 from qerl.reward_trial import try_rewards
 from qerl.run_folder import RunState, open_run
@@ -178,6 +180,8 @@ class Preparation:
     sampling: Sampling
     num_steps: int
     run_dir: Path
+    load_base: Callable[..., BaseWeights] = load_base
+    """Called as `build.load_base` is; a benchmark makes up weights"""
 
 
 def prepare(config: Config) -> Preparation:
@@ -271,7 +275,9 @@ def _build_run(prepared: Preparation, state: RunState, closing: ExitStack) -> Ru
         )
     )
     cap_memory(prepared.memory, prepared.device)
-    policy = build_policy(config, prepared.source, prepared.device, prepared.dtype, prepared.engine)
+    source = prepared.source
+    base = prepared.load_base(config, source, prepared.device, prepared.dtype, prepared.engine)
+    policy = build_policy(config, source, base)
     layers = policy.base.config.num_hidden_layers
     sizes = prepared.memory.sizes
     recomputed = recomputed_layers(config, layers, prepared.device.type, sizes)

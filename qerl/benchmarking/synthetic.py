@@ -6,12 +6,13 @@ roughly, so that next-token distributions are neither flat nor certain and round
 
 import json
 import math
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from qerl.errors import UserError
@@ -123,6 +124,31 @@ def write_checkpoint(folder: Path, config: PreTrainedConfig, device: torch.devic
     writer.finish()
     byte_tokenizer().save_pretrained(folder)
     write_config(folder, config, quantization_config=quantization_config())
+
+
+def write_outline(folder: Path, config: PreTrainedConfig) -> None:
+    """A model folder whose weights take no room: a bf16 checkpoint's header over a hole in the file, config, tokenizer.
+
+    A run can be prepared from it; its weights, if they were read, would be zeros.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    header, end = {}, 0
+    for name, parameter in model.named_parameters():
+        begin, end = end, end + 2 * parameter.numel()
+        header[name] = {
+            "dtype": "BF16",
+            "shape": list(parameter.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    folder.mkdir(parents=True)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(file.tell() + end)
+    byte_tokenizer().save_pretrained(folder)
+    write_config(folder, config)
 
 
 @torch.no_grad()

@@ -66,8 +66,8 @@ class UpdateArm(Protocol):
         """Use the first `count` layers from now on."""
         ...
 
-    def step(self, items: Sequence[Item]) -> None:
-        """One forward and backward over all items at once; gradients are added up."""
+    def step(self, batch: Microbatch) -> None:
+        """One forward and backward; gradients are added up."""
         ...
 
 
@@ -85,8 +85,9 @@ def measure(arm: str, work: UpdateWork) -> Iterator[Row]:
         update.keep_layers(depth)
         for budget in work.num_tokens:
             items = same_items(max(1, round(budget / length)), work.prompt, work.completion)
-            seconds, peak_gib = _time(update, items, device)
-            kernels = kernel_times(lambda items=items: update.step(items), device)
+            (batch,) = unshared(items, 10**9, device)
+            seconds, peak_gib = _time(update, batch, device)
+            kernels = kernel_times(lambda batch=batch: update.step(batch), device)
             yield {
                 "arm": arm,
                 "layers": depth,
@@ -101,16 +102,14 @@ def measure(arm: str, work: UpdateWork) -> Iterator[Row]:
             }
 
 
-def _time(
-    update: UpdateArm, items: Sequence[Item], device: torch.device
-) -> tuple[float, float | None]:
+def _time(update: UpdateArm, batch: Microbatch, device: torch.device) -> tuple[float, float | None]:
     """Seconds of the fastest of `REPEATS` steps after one that warms up, and the GPU's peak in GiB."""
 
     def timed() -> float:
         begin = time.perf_counter()
         for parameter in update.parameters:
             parameter.grad = None
-        update.step(items)
+        update.step(batch)
         finish(device)
         return time.perf_counter() - begin
 
@@ -148,6 +147,13 @@ def start(arm: str, config: PreTrainedConfig, device: torch.device) -> UpdateArm
         return OurUpdate(config, "nf4" if arm == "ours-nf4" else "nvfp4", device)
     if arm == "floor":
         return ProductsAlone(config, device)
+    return start_transformers(arm, config, device)
+
+
+def start_transformers(
+    arm: str, config: PreTrainedConfig, device: torch.device
+) -> "TransformersUpdate":
+    """One of the arms hf-*."""
     return TransformersUpdate(
         config,
         device,
@@ -156,23 +162,15 @@ def start(arm: str, config: PreTrainedConfig, device: torch.device) -> UpdateArm
     )
 
 
-def _packed(items: Sequence[Item], config: PreTrainedConfig, device: torch.device) -> Microbatch:
-    """All items in one microbatch, no prompt shared."""
-    (batch,) = pack(
-        items,
-        max_tokens=10**9,
-        share_prompts=False,
-        hidden_size=config.hidden_size,
-        device=device,
-    )
-    return batch
+def unshared(items: Sequence[Item], max_tokens: int, device: torch.device) -> Iterator[Microbatch]:
+    """Microbatches of at most so many tokens in which every sequence has its own prompt."""
+    return pack(items, max_tokens=max_tokens, share_prompts=False, hidden_size=0, device=device)
 
 
 class OurUpdate:
     """This package's policy over a packed base."""
 
     def __init__(self, config: PreTrainedConfig, format: str, device: torch.device):
-        self.config, self.device = config, device
         self.policy = Policy(
             random_base(config, format, device),
             LoraConfig(lora_r=RANK, lora_alpha=RANK),
@@ -186,8 +184,7 @@ class OurUpdate:
     def keep_layers(self, count: int) -> None:
         self.policy.decoder.layers = self.policy.decoder.layers[:count]  # pyright: ignore[reportIndexIssue]
 
-    def step(self, items: Sequence[Item]) -> None:
-        batch = _packed(items, self.config, self.device)
+    def step(self, batch: Microbatch) -> None:
         logprobs, _ = self.policy.logprobs(batch, 1.0)
         _loss(logprobs, batch).backward()
 
@@ -226,8 +223,8 @@ class ProductsAlone:
     def keep_layers(self, count: int) -> None:
         self.num_layers = count
 
-    def step(self, items: Sequence[Item]) -> None:
-        tokens = sum(len(item.rollout.prompt_ids) + item.num_fed for item in items)
+    def step(self, batch: Microbatch) -> None:
+        tokens, scored = len(batch.token_ids), len(batch.target_ids)
         if tokens != self.num_tokens:
             self._make_buffers(tokens)
         inputs, outputs = self.inputs, self.outputs
@@ -237,7 +234,6 @@ class ProductsAlone:
                 for _ in range(self.forwards):
                     torch.mm(inputs[columns], weight.t(), out=outputs[rows])
                 torch.mm(outputs[rows], weight, out=inputs[columns])
-        scored = sum(item.num_trained for item in items)
         vocab, hidden = self.head.shape
         logits = self.head.new_empty(min(CHUNK, scored), vocab)
         for begin in range(0, scored, CHUNK):
@@ -261,7 +257,7 @@ class TransformersUpdate:
         from peft import LoraConfig as PeftLoraConfig
         from peft import get_peft_model
 
-        self.config, self.device, self.dtype = config, device, compute_dtype(device)
+        self.device, self.dtype = device, compute_dtype(device)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 config, dtype=self.dtype, attn_implementation=register()
@@ -277,14 +273,14 @@ class TransformersUpdate:
                 gradient_checkpointing_kwargs={"use_reentrant": False}
             )
         self.peft_model.train()
-        self.parameters = [p for p in self.peft_model.parameters() if p.requires_grad]
+        trained = [(n, p) for n, p in self.peft_model.named_parameters() if p.requires_grad]
+        self.names, self.parameters = [n for n, _ in trained], [p for _, p in trained]
         self.decoder, self.head = model.model, model.lm_head.weight
 
     def keep_layers(self, count: int) -> None:
         self.decoder.layers = self.decoder.layers[:count]
 
-    def step(self, items: Sequence[Item]) -> None:
-        batch = _packed(items, self.config, self.device)
+    def step(self, batch: Microbatch) -> None:
         layout = layout_for(batch.rows, self.device, self.dtype)
         on_gpu = self.device.type == "cuda"
         with torch.autocast("cuda", torch.bfloat16) if on_gpu else nullcontext():
