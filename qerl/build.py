@@ -11,9 +11,11 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 
 from qerl.cache import cache_root
 from qerl.config import Config
+from qerl.determinism import needs_determinism
 from qerl.engine.base import Engine
 from qerl.engine.choice import EngineChoice, choose_engine
 from qerl.engine.transformers_engine import TransformersEngine
+from qerl.engine.vllm_arguments import VllmOptions
 from qerl.errors import UserError
 from qerl.evaluation.policy import accuracy_note
 from qerl.kernels.humming_layout import mma_of, pack
@@ -244,20 +246,25 @@ def build_engine(config: Config, policy: Policy, choice: EngineChoice, sizes: Si
     """The chosen engine, of the planned sizes."""
     if choice.name == "transformers":
         return TransformersEngine(policy, sizes.max_num_seqs)
-    from qerl.engine.vllm_engine import VllmEngine, VllmOptions
+    from qerl.engine.vllm_engine import VllmEngine
 
+    engine = VllmEngine(policy, vllm_options(config, policy.device.type, sizes))
+    for line in (*engine.holdings.lines(), engine.start_times.line()):
+        say(line)
+    return engine
+
+
+def vllm_options(config: Config, device_type: str, sizes: Sizes) -> VllmOptions:
+    """What a vLLM engine of the planned sizes is started with."""
     rollout = config.rollout
-    options = VllmOptions(
+    return VllmOptions(
         max_model_len=rollout.max_prompt_length + rollout.max_completion_length,
         max_num_seqs=sizes.max_num_seqs,
         kv_cache_bytes=sizes.kv_cache_bytes,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         releases_cache=sizes.releases_cache,
+        deterministic=needs_determinism(config, device_type),
     )
-    engine = VllmEngine(policy, options)
-    for line in (*engine.holdings.lines(), engine.start_times.line()):
-        say(line)
-    return engine
 
 
 def build_sampling(config: Config, eos: tuple[int, ...]) -> Sampling:

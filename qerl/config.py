@@ -255,6 +255,9 @@ class Config(Section):
     """Compute type. auto: bfloat16 on CUDA, float32 on the CPU."""
     seed: NonNegative = 0
     """Seed of everything random: data order, sampling, noise, adapter."""
+    deterministic: bool = False
+    """Repeat a run's numbers bit for bit on a GPU too, resumed or not. Needs vLLM and memory_gib; NVFP4 products of a decode step
+    take 1.9 to 2.6 times as long (docs/reliability.md). On the CPU it is always so."""
     run_dir: str | None = None
     """Run folder; default runs/MODEL-TASK-QUANT-SEED. Alias: output_dir."""
     resume: str = "auto"

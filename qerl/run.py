@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -37,6 +37,7 @@ from qerl.build import (
 )
 from qerl.config import Config
 from qerl.data_order import Cursor, cursor_of_step, steps_per_epoch
+from qerl.determinism import needs_determinism, prepare_determinism, torch_determinism
 from qerl.diagnosis.findings import say_if_flat
 from qerl.engine.base import Engine
 from qerl.engine.choice import EngineChoice, choose_engine
@@ -201,6 +202,7 @@ def prepare(config: Config) -> Preparation:
         budget_of(config, device),
         context_limit=context_limit(model_config)[0],
     )
+    prepare_determinism(config, memory)
     return Preparation(
         config=config,
         source=source,
@@ -227,16 +229,19 @@ def open_training_run(prepared: Preparation) -> Iterator[Run]:
     config, data = prepared.config, prepared.data
     for note in try_rewards(data.train, data.rewards, prepared.tokenizer, config.reward):
         say(f"note: {note}")
+    machine: dict[str, object] = {
+        "device": prepared.device.type,
+        "dtype": str(prepared.dtype).removeprefix("torch."),
+        "engine": prepared.engine.name,
+    }
+    if config.deterministic:
+        machine["sizes"] = asdict(prepared.memory.sizes)
     state = open_run(
         prepared.run_dir,
         config.model_dump(mode="json"),
         config.resume,
         identity=identity_of(prepared.source, data.train, data.rewards),
-        machine={
-            "device": prepared.device.type,
-            "dtype": str(prepared.dtype).removeprefix("torch."),
-            "engine": prepared.engine.name,
-        },
+        machine=machine,
         num_steps=prepared.num_steps,
     )
     for note in state.notes:
@@ -274,6 +279,8 @@ def _build_run(prepared: Preparation, state: RunState, closing: ExitStack) -> Ru
             prepared.num_steps,
         )
     )
+    if needs_determinism(config, prepared.device.type):
+        closing.enter_context(torch_determinism(algorithms=True, compiled=True))
     cap_memory(prepared.memory, prepared.device)
     source = prepared.source
     base = prepared.load_base(config, source, prepared.device, prepared.dtype, prepared.engine)

@@ -71,13 +71,14 @@ def open_run(
     resume: str,
     *,
     identity: dict[str, Any],
-    machine: dict[str, str],
+    machine: dict[str, Any],
     num_steps: int,
 ) -> RunState:
     """Start or continue the run in `run_dir` and lock it.
 
     `config` is the resolved configuration as JSON, `identity` what `identity.identity_of` returns; both must be what
-    the folder's run has. `machine` (device, dtype, engine) and `num_steps` may differ, and what follows is said.
+    the folder's run has. `machine` (device, dtype, engine, and sizes where numbers are to repeat) and `num_steps` may differ,
+    and what follows is said.
     `resume` is auto, never, or a checkpoint folder (of this run, or, for a new `run_dir`, of another run with the same
     configuration). Raises UserError, with nothing overwritten, if the folder holds another run or other files, is in
     use, or cannot be written, or if the checkpoint is not whole.

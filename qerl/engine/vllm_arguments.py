@@ -47,8 +47,8 @@ class VllmOptions:
     """Most tokens in one forward pass of vLLM; default: vLLM's own choice"""
     enforce_eager: bool | None = None
     """No compilation and no CUDA graphs. Default: on a CPU, where compiling costs more than it saves"""
-    batch_invariant: bool = False
-    """Packed products without sums whose order changes from run to run"""
+    deterministic: bool = False
+    """Kernels whose sums have one order, chosen without timing: the same calls give the same numbers. Nothing on a CPU"""
     releases_cache: bool = False
     """Whether the key/value cache can be given back between rollouts; nothing on a CPU"""
 
@@ -62,7 +62,7 @@ class GraphSettings:
     layout: str
     """Class of the packed weights"""
     kernel: str
-    """What the packed product is chosen by: device, activation dtype, batch invariance"""
+    """What kernels are chosen by: device, activation dtype, determinism"""
     rank: int
     targets: tuple[str, ...]
     """Adapted linears of a layer, as rows of fused matrices"""
@@ -83,7 +83,7 @@ def graph_settings(
         qerl_version=qerl.__version__,
         format=base.format,
         layout=type(next(iter(base.linears.values()))).__name__,
-        kernel=f"{policy.device.type} {policy.dtype}{' batch-invariant' * options.batch_invariant}",
+        kernel=f"{policy.device.type} {policy.dtype}{' deterministic' * options.deterministic}",
         rank=max((part.rank for members in parts.values() for part in members), default=0),
         targets=tuple(sorted(targets)),
         norm_dtype=str(base.tensors["model.norm.weight"].dtype),

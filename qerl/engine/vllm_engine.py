@@ -89,12 +89,12 @@ class VllmEngine:
             [fused for fused in policy.base.layout.linears if fused.name in policy.base.linears],
             policy.base.linears,
             policy.dtype,
-            batch_invariant=options.batch_invariant,
+            batch_invariant=options.deterministic,
         )
         started = time.perf_counter()
-        kernels.prepare(policy.base.linears.values(), batch_invariant=options.batch_invariant)
+        kernels.prepare(policy.base.linears.values(), batch_invariant=options.deterministic)
         began = time.perf_counter()
-        with process_left_alone(policy.device):
+        with process_left_alone(policy.device, options.deterministic):
             from vllm import LLM
 
             from qerl.engine.vllm_weights import Adoption, adopting
@@ -153,7 +153,7 @@ class VllmEngine:
                 prompts.append({"prompt_token_ids": list(request.prompt_ids)})
                 parameters.append(sampling_params(sampling, seed))
         try:
-            with process_left_alone(self.policy.device):
+            with process_left_alone(self.policy.device, self.options.deterministic):
                 outputs = self.llm.generate(prompts, parameters, use_tqdm=SilentProgress)
         except Exception as error:
             if is_out_of_memory(error):

@@ -16,12 +16,13 @@ import os
 import random
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
+from qerl.determinism import torch_determinism
 from qerl.errors import UserError
 
 OLDEST, NEWEST = (0, 26), (0, 33)
@@ -113,13 +114,20 @@ def _check_gpu(device: torch.device) -> None:
 
 
 @contextmanager
-def process_left_alone(device: torch.device) -> Iterator[None]:
-    """Put back what vLLM changes in this process: random generators, and `torch.set_num_threads` on a CPU."""
+def process_left_alone(device: torch.device, deterministic: bool) -> Iterator[None]:
+    """Put back what vLLM changes in this process: random generators, and `torch.set_num_threads` on a CPU.
+
+    On a GPU the trainer's choice of torch's algorithms is suspended, and what is compiled follows `deterministic`.
+    """
     set_num_threads = torch.set_num_threads
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    devices = [device] if device.type == "cuda" else []
+    on_gpu = device.type == "cuda"
+    algorithms = torch_determinism(algorithms=False, compiled=deterministic)
     try:
-        with torch.random.fork_rng(devices=devices):
+        with (
+            torch.random.fork_rng(devices=[device] if on_gpu else []),
+            algorithms if on_gpu else nullcontext(),
+        ):
             yield
     finally:
         random.setstate(python_state)
