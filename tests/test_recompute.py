@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qerl.kernels import expand
 from qerl.model import blocks, frozen_linear, offload
-from qerl.model.frozen_linear import FrozenLinear
 from qerl.model.offload import HostStore, host_bytes
 
 ROLLOUTS = [make_rollout(9, 4, seed=0), make_rollout(3, 7, seed=1), make_rollout(5, 6, seed=2)]
@@ -94,19 +93,17 @@ def test_recomputation_leaves_out_the_last_product(tmp_path, monkeypatch, tile):
     monkeypatch.setattr(offload, "BLOCK_BYTES", 4096)
     policy = prepared(tmp_path, (2, 2))
     batch = packed()
-    tokens, rank = len(batch.token_ids), policy.lora.lora_r
+    tokens = len(batch.token_ids)
     with CountProducts() as counter:
         policy.logprobs(batch, 1.0)[0].sum().backward()
     expected = 0
-    for name, linear in policy.causal_model.named_modules():
-        if not isinstance(linear, FrozenLinear):
-            continue
-        rows, columns = linear.out_features, linear.in_features
-        is_last, is_first = "down_proj" in name, "layers.0.self_attn" in name
-        wants_input_gradient = not (is_first and "o_proj" not in name)
-        wide = (1 if is_last else 2) + wants_input_gradient
-        up = (1 if is_last else 2) + 2  # narrow product with B: forward, again, two gradients
-        down = 2 + 1 + wants_input_gradient
+    members = 3, 1, 2, 1
+    for index, matrix in enumerate(policy.matrices):
+        rows, columns = matrix.packed.shape
+        rank = policy.lora.lora_r * members[index % 4]
+        times = 1 if index % 4 == 3 else 2  # down is not made again
+        wants_x = int(index > 0)  # the embeddings are not trained
+        wide, up, down = times + wants_x, times + 2, 2 + 1 + wants_x
         expected += 2 * tokens * (rows * columns * wide + rank * (rows * up + columns * down))
     head = 3 * 2 * len(batch.target_ids) * policy.head.numel()
     assert counter.flops == expected + head
@@ -126,12 +123,12 @@ def test_each_layer_runs_twice_and_is_dense_only_while_it_is_used(tmp_path, monk
 
     monkeypatch.setattr(frozen_linear, "expand", watched)
     logprobs, _ = policy.logprobs(packed(), 1.0)
-    num_linears = sum(isinstance(m, FrozenLinear) for m in policy.causal_model.modules())
-    assert len(dense) == num_linears
+    num_matrices = len(policy.matrices)
+    assert len(dense) == num_matrices
     assert not any(ref() is not None for ref in dense), "nothing dense outlives forward"
     logprobs.sum().backward()
-    assert len(dense) == 2 * num_linears, "one expansion serves recomputation and backward"
-    assert most_alive <= num_linears // policy.base.config.num_hidden_layers, (
+    assert len(dense) == 2 * num_matrices, "one expansion serves recomputation and backward"
+    assert most_alive <= num_matrices // policy.base.config.num_hidden_layers, (
         "the matrices of one layer at most"
     )
 

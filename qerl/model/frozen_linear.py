@@ -15,6 +15,7 @@ PEFT accepts a subclass of nn.Linear with in/out_features, bias and a `weight`; 
 non-persistent uint8 buffer, so PEFT can find the device but can neither cast, save nor merge it.
 """
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -85,30 +86,24 @@ class _FrozenLinear(torch.autograd.Function):
         return grad_x, None, None, None, grad_a, grad_b, None, None
 
 
-class FrozenLinear(nn.Linear):
-    """nn.Linear [N, K] whose weight is packed and never trained.
+class FrozenMatrix:
+    """A packed matrix [N, K] that is never trained, of one linear or of several side by side, and its bias.
 
     `expanded` holds W' [N, K] for the length of a rollout phase when the policy chose to (`Policy.expanded`);
     `ends_layer` says that no gradient of the decoder layer depends on this product.
     """
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None):
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = packed.shape
-        self.packed = packed
+        self.packed, self.bias = packed, bias
         self.scale = 1.0 if packed.dequant_scale is None else packed.dequant_scale.item()
         self.expanded: Tensor | None = None
         self.ends_layer = False
-        first = next(iter(packed.tensors().values()))
-        self.register_buffer("weight", first.view(torch.uint8), persistent=False)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.adapted(x, None, None, 1.0)
-
-    def adapted(self, x: Tensor, a: Tensor | None, b: Tensor | None, scaling: float) -> Tensor:
-        """The base's output plus scaling * (x A^T) B^T; x [..., K] -> [..., N]."""
-        flat = x.reshape(-1, self.in_features)
+    def __call__(
+        self, x: Tensor, a: Tensor | None = None, b: Tensor | None = None, scaling: float = 1.0
+    ) -> Tensor:
+        """The base's output plus scaling * (x A^T) B^T; x [..., K], A [r, K], B [N, r] -> [..., N]."""
+        flat = x.reshape(-1, x.shape[-1])
         if self.expanded is None or torch.is_grad_enabled():
             y = _FrozenLinear.apply(
                 flat, self.packed, self.scale, self.bias, a, b, scaling, self.ends_layer
@@ -117,7 +112,22 @@ class FrozenLinear(nn.Linear):
             y = frozen_product(flat, self.expanded, self.scale, self.bias)
             if a is not None and b is not None:
                 y.addmm_(flat @ a.t(), b.t(), alpha=scaling)
-        return y.view(*x.shape[:-1], self.out_features)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class FrozenLinear(nn.Linear):
+    """nn.Linear [N, K] over a frozen matrix, for PEFT to find and wrap."""
+
+    def __init__(self, packed: PackedWeight, bias: Tensor | None):
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = packed.shape
+        self.matrix = FrozenMatrix(packed, bias)
+        first = next(iter(packed.tensors().values()))
+        self.register_buffer("weight", first.view(torch.uint8), persistent=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.matrix(x)
 
 
 class LoraLinear(PeftLoraLinear):
@@ -126,16 +136,37 @@ class LoraLinear(PeftLoraLinear):
     y = base(x) + scaling * (x A^T) B^T, A [r, K], B [N, r]; scaling is alpha / r, or alpha / sqrt(r) with rsLoRA.
     """
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        base = cast(FrozenLinear, self.get_base_layer())
+    def adapter(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, float] | None:
+        """A and B in `dtype`, and scaling; None while the adapter is switched off."""
         if self.disable_adapters:
-            return base(x)
+            return None
         (name,) = self.active_adapters
         a, b = (cast(Tensor, matrices[name].weight) for matrices in (self.lora_A, self.lora_B))
-        return base.adapted(x, a.to(x.dtype), b.to(x.dtype), self.scaling[name])
+        return a.to(dtype), b.to(dtype), self.scaling[name]
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        matrix = cast(FrozenLinear, self.get_base_layer()).matrix
+        return matrix(x, *(self.adapter(x.dtype) or (None, None, 1.0)))
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         raise ValueError(
             "the base is packed: merging into 4-bit codes would lose most of what was learnt; "
             "merge the saved adapter into the bf16 model with PEFT instead"
         )
+
+
+def side_by_side(matrix: FrozenMatrix, linears: Sequence[nn.Linear], x: Tensor) -> Tensor:
+    """The outputs of several linears with one input, end to end: x [..., K] -> [..., N_1 + N_2 + ...].
+
+    `matrix` is theirs fused, row by row. One product does all: A is stacked, B block-diagonal. Some, or none, are adapted.
+    """
+    adapters = [i.adapter(x.dtype) if isinstance(i, LoraLinear) else None for i in linears]
+    found = [adapter for adapter in adapters if adapter is not None]
+    if not found:
+        return matrix(x)
+    (scaling,) = {scaling for _, _, scaling in found}
+    blocks = [
+        x.new_empty(linear.out_features, 0) if adapter is None else adapter[1]
+        for linear, adapter in zip(linears, adapters, strict=True)
+    ]
+    return matrix(x, torch.cat([a for a, _, _ in found]), torch.block_diag(*blocks), scaling)

@@ -36,8 +36,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @one_kernel
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer, arXiv 2002.05202)."""
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [..., 2 I], the gate first (Shazeer, arXiv 2002.05202)."""
+    gate, up = gate_up.chunk(2, dim=-1)
     high = torch.promote_types(gate.dtype, torch.float32)
     return (F.silu(gate.to(high)) * up.to(high)).to(gate.dtype)
 

@@ -26,7 +26,7 @@ from qerl.errors import UserError
 from qerl.kernels import expand
 from qerl.model.attention import layout_for, register
 from qerl.model.blocks import GatedMlp, SelfAttention
-from qerl.model.frozen_linear import FrozenLinear, LoraLinear
+from qerl.model.frozen_linear import FrozenLinear, FrozenMatrix, LoraLinear
 from qerl.model.logprobs import chunked_logprobs
 from qerl.model.norm import RMSNorm
 from qerl.model.offload import HostStore
@@ -38,10 +38,12 @@ from qerl.types import Microbatch, NoiseDraw
 ADAPTER = "default"
 
 
-def build_decoder(base: BaseWeights, model_name: str) -> PreTrainedModel:
+def build_decoder(
+    base: BaseWeights, model_name: str
+) -> tuple[PreTrainedModel, tuple[FrozenMatrix, ...]]:
     """transformers' causal model over the base's tensors: frozen linears, fp32 norms, shared embeddings and head.
 
-    Raises ValueError if a parameter or buffer is left on the meta device.
+    Also returns the matrices that its products are made with. Raises ValueError if a parameter or buffer is left on the meta device.
     """
     config = copy.deepcopy(base.config)
     config.name_or_path = model_name
@@ -59,9 +61,13 @@ def build_decoder(base: BaseWeights, model_name: str) -> PreTrainedModel:
         elif hasattr(module, "variance_epsilon"):
             eps = cast(float, module.variance_epsilon)
             setattr(owner, leaf, RMSNorm(base.tensors[f"{name}.weight"], eps))
-    for layer in model.model.layers:
-        layer.self_attn = SelfAttention(layer.self_attn)
-        layer.mlp = GatedMlp(layer.mlp)
+    matrices = []
+    for index, layer in enumerate(model.model.layers):
+        qkv = _fused(base, f"model.layers.{index}.self_attn.q_proj")
+        gate_up = _fused(base, f"model.layers.{index}.mlp.gate_proj")
+        matrices += [qkv, layer.self_attn.o_proj.matrix, gate_up, layer.mlp.down_proj.matrix]
+        layer.self_attn = SelfAttention(layer.self_attn, qkv)
+        layer.mlp = GatedMlp(layer.mlp, gate_up)
     model.model.embed_tokens.weight = embedding
     head = base.tensors.get("lm_head.weight")
     model.lm_head.weight = embedding if head is None else nn.Parameter(head, requires_grad=False)
@@ -70,7 +76,17 @@ def build_decoder(base: BaseWeights, model_name: str) -> PreTrainedModel:
     left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if left:
         raise ValueError(f"left on the meta device: {', '.join(left)}")
-    return model
+    return model, tuple(matrices)
+
+
+def _fused(base: BaseWeights, member: str) -> FrozenMatrix:
+    """The fused matrix that a linear's rows are in, with the biases of all its members."""
+    fused, _, _ = base.layout.locate(member)
+    biases = [base.tensors.get(f"{name}.bias") for name in fused.members]
+    found = [bias for bias in biases if bias is not None]
+    if found and len(found) < len(biases):
+        raise ValueError(f"{fused.name}: some of its members have a bias and some have none")
+    return FrozenMatrix(base.linears[fused.name], torch.cat(found) if found else None)
 
 
 def _peft_config(config: LoraConfig, model_name: str) -> PeftLoraConfig:
@@ -124,7 +140,7 @@ class Policy:
     ):
         """`keep_initial` keeps a copy of `init_adapter`, which `reference` needs."""
         self.base, self.lora = base, lora
-        self.causal_model = build_decoder(base, model_name)
+        self.causal_model, self.matrices = build_decoder(base, model_name)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed("adapter", seed))
             try:
@@ -242,14 +258,13 @@ class Policy:
     @contextmanager
     def expanded(self) -> Iterator[None]:
         """Hold every matrix expanded, for phases that use it many times; inference only."""
-        linears = [m for m in self.causal_model.modules() if isinstance(m, FrozenLinear)]
         try:
-            for linear in linears:
-                linear.expanded = expand(linear.packed, self.dtype)
+            for matrix in self.matrices:
+                matrix.expanded = expand(matrix.packed, self.dtype)
             yield
         finally:
-            for linear in linears:
-                linear.expanded = None
+            for matrix in self.matrices:
+                matrix.expanded = None
 
     def save_adapter(self, folder: Path) -> None:
         """Write adapter_model.safetensors and adapter_config.json, loadable by PeftModel.from_pretrained."""

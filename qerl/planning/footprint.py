@@ -267,7 +267,7 @@ def _layer_weights(layout: Layout) -> int:
 
 
 def _largest_matrix(layout: Layout) -> int:
-    return max(rows * fused.num_columns for fused in layout.linears for rows in fused.member_rows)
+    return max(fused.num_weights for fused in layout.linears)
 
 
 def _packed_matrix_bytes(fused: FusedLinear, quant: str) -> int:
