@@ -1,15 +1,19 @@
 """Rollout speed on a CUDA GPU: this package's engine against what others use, in one run.
 
     python benchmarks/gpu_rollout.py --shape 32b [--arms ours bare nf4 marlin bf16] [--batch-sizes 8 64 256]
+    python benchmarks/gpu_rollout.py --shape 32b --layers 8 --arms nf4-bare vllm-bnb --name rollout_bnb
 
 Each arm is a process of its own, one after the other, with the same prompts, lengths, seeds, concurrency, graph sizes and
 key/value cache:
 
-    ours     NVFP4 in Humming's layout, the adapter in the linear, by qerl's engine
-    bare     the same without the adapter: what the adapter costs is (ours - bare) / ours
-    nf4      QLoRA's base in qerl's engine: bitsandbytes' own kernels, the same adapter
-    bf16     a bf16 base in qerl's engine, where it fits
-    marlin   the QeRL stack: compressed-tensors NVFP4 with Marlin and vLLM's own LoRA
+    ours       NVFP4 in Humming's layout, the adapter in the linear, by qerl's engine
+    bare       the same without the adapter: what the adapter costs is (ours - bare) / ours
+    nf4        QLoRA's base in qerl's engine: bitsandbytes' own kernels, the same adapter
+    nf4-bare   the same without the adapter
+    bf16       a bf16 base in qerl's engine, where it fits
+    marlin     the QeRL stack: compressed-tensors NVFP4 with Marlin and vLLM's own LoRA
+    vllm-bnb   vLLM's own bitsandbytes path (0.26 and 0.27 have it), which nf4-bare is compared with. It reads a bf16 checkpoint
+               and quantizes it, so a checkpoint is written first: 4 + 1 GB a layer at 32B; fewer --layers make it short
 
 Weights are random (qerl/benchmarking/synthetic.py; vLLM's dummy ones for `marlin`): speed does not depend on them. Groups of 8 samples share a
 prompt of 256 tokens; 128 tokens are generated. A step is a decode step, prefill taken off. Rank 32, every linear adapted.
@@ -18,6 +22,7 @@ Written to rollout.json in $OUT, or benchmarks/results. Needs vLLM and humming-k
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -29,7 +34,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from reports import print_row, write_report
 
-from qerl.benchmarking.processes import default_device, describe, measure_in_process
+from qerl.benchmarking.device import default_device, describe
+from qerl.benchmarking.processes import measure_in_process
 from qerl.benchmarking.rollout_arms import (
     GROUP,
     RANK,
@@ -39,7 +45,7 @@ from qerl.benchmarking.rollout_arms import (
     prompts_of,
     start_ours,
 )
-from qerl.benchmarking.synthetic import SHAPES, write_config
+from qerl.benchmarking.synthetic import SHAPES, write_checkpoint, write_config
 from qerl.quant.layout import build_layout
 
 
@@ -49,7 +55,7 @@ def main() -> None:
     )
     parser.add_argument("--shape", choices=SHAPES, default="7b")
     parser.add_argument("--layers", type=int, default=0, help="fewer layers than the shape has")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(USUAL_ARMS))
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[8, 64, 256])
     parser.add_argument("--name", default="rollout", help="of the JSON file")
     options = parser.parse_args()
@@ -74,21 +80,31 @@ def main() -> None:
     write_report(options.name, report)
 
 
+SPEED_RATIOS = {
+    "rollout_vs_qlora": ("ours", "nf4"),
+    "rollout_vs_bf16": ("ours", "bf16"),
+    "rollout_vs_qerl_stack": ("ours", "marlin"),
+    "nf4_vs_vllm_bnb": ("nf4-bare", "vllm-bnb"),
+}
+"""Tokens a second of the first arm over the second's"""
+ADAPTER_SHARES = {"adapter_share": ("ours", "bare"), "nf4_adapter_share": ("nf4", "nf4-bare")}
+"""(with - without) / with, of a decode step"""
+
+
 def ratios(rows: list[dict]) -> dict[str, float]:
-    """Tokens a second of `ours` over each other arm's; the adapter's share of a decode step."""
+    """The ratios of all pairs of arms that were measured, by number of sequences."""
     found = {(row["arm"], row["sequences"]): row for row in rows}
     result = {}
-    for (arm, size), row in found.items():
-        ours = found.get(("ours", size))
-        if ours is None or arm == "ours":
-            continue
-        if arm == "bare":
-            share = (ours["step_ms"] - row["step_ms"]) / ours["step_ms"]
-            result[f"adapter_share_b{size}"] = round(share, 3)
-        else:
-            name = {"nf4": "qlora", "marlin": "qerl_stack", "bf16": "bf16"}[arm]
-            quotient = ours["tokens_per_s"] / row["tokens_per_s"]
-            result[f"rollout_vs_{name}_b{size}"] = round(quotient, 3)
+    for size in sorted({row["sequences"] for row in rows}):
+        for name, arms in (SPEED_RATIOS | ADAPTER_SHARES).items():
+            first, second = (found.get((arm, size)) for arm in arms)
+            if first is None or second is None:
+                continue
+            if name in SPEED_RATIOS:
+                value = first["tokens_per_s"] / second["tokens_per_s"]
+            else:
+                value = (first["step_ms"] - second["step_ms"]) / first["step_ms"]
+            result[f"{name}_b{size}"] = round(value, 3)
     return result
 
 
@@ -96,18 +112,10 @@ def start_bare(arm: str, work: RolloutWork) -> RolloutArm:
     from qerl.engine import vllm_engine
 
     with patch.object(vllm_engine, "adapter_parts", lambda *_: {}):
-        return start_ours("ours", work)
+        return start_ours(arm, work)
 
 
 def start_marlin(arm: str, work: RolloutWork) -> RolloutArm:
-    from qerl.engine.vllm_setup import require_vllm
-
-    require_vllm(default_device())
-    from vllm import LLM, SamplingParams
-    from vllm.lora.request import LoRARequest
-
-    from qerl.engine.vllm_arguments import capture_sizes
-
     weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
     weights |= {"symmetric": True, "dynamic": False}
     group = {"targets": ["Linear"], "format": "nvfp4-pack-quantized", "weights": weights}
@@ -121,10 +129,40 @@ def start_marlin(arm: str, work: RolloutWork) -> RolloutArm:
     }
     root = Path(tempfile.mkdtemp())
     folder = write_config(root / "model", work.config, quantization_config=quantization)
+    adapter = write_adapter(root / "adapter", work)
+    name = "vLLM with Marlin and its own LoRA"
+    return start_stock(name, folder, work, adapter, load_format="dummy", linear_backend="marlin")
+
+
+def start_vllm_bnb(arm: str, work: RolloutWork) -> RolloutArm:
+    folder = Path(tempfile.mkdtemp()) / "model"
+    device = default_device()
+    write_checkpoint(folder, work.config, device, "bf16")
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    try:
+        return start_stock("vLLM with bitsandbytes", folder, work, quantization="bitsandbytes")
+    finally:
+        shutil.rmtree(folder)
+
+
+def start_stock(
+    name: str, folder: Path, work: RolloutWork, adapter: Path | None = None, **arguments: str
+) -> RolloutArm:
+    """vLLM as it comes, with its own LoRA if there is an adapter, and all else as qerl's engine has it."""
+    from qerl.engine.vllm_setup import require_vllm
+
+    require_vllm(default_device())
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    from qerl.engine.vllm_arguments import capture_sizes
+
+    lora: dict[str, object] = {}
+    if adapter is not None:
+        lora = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1}
     llm = LLM(
         model=str(folder),
-        load_format="dummy",
-        linear_backend="marlin",
         skip_tokenizer_init=True,
         generation_config="vllm",
         dtype="bfloat16",
@@ -136,13 +174,12 @@ def start_marlin(arm: str, work: RolloutWork) -> RolloutArm:
         max_num_batched_tokens=8192,
         kv_cache_memory_bytes=work.kv_cache_bytes,
         gpu_memory_utilization=0.01,
-        enable_lora=True,
-        max_lora_rank=RANK,
-        max_loras=1,
         disable_log_stats=True,
         compilation_config={"cudagraph_capture_sizes": capture_sizes(work.max_num_seqs)},
+        **lora,
+        **arguments,
     )
-    adapter = LoRARequest("adapter", 1, str(write_adapter(root / "adapter", work)))
+    request = None if adapter is None else LoRARequest("adapter", 1, str(adapter))
 
     def generate(size: int, tokens: int) -> int:
         llm.reset_prefix_cache()
@@ -161,10 +198,10 @@ def start_marlin(arm: str, work: RolloutWork) -> RolloutArm:
                         detokenize=False,
                     )
                 )
-        outputs = llm.generate(prompts, parameters, lora_request=adapter, use_tqdm=False)
+        outputs = llm.generate(prompts, parameters, lora_request=request, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
-    return RolloutArm("vLLM with Marlin and its own LoRA", generate)
+    return RolloutArm(name, generate)
 
 
 def write_adapter(folder: Path, work: RolloutWork) -> Path:
@@ -198,9 +235,12 @@ ARMS: dict[str, Callable[[str, RolloutWork], RolloutArm]] = {
     "ours": start_ours,
     "bare": start_bare,
     "nf4": start_ours,
+    "nf4-bare": start_bare,
     "bf16": start_ours,
     "marlin": start_marlin,
+    "vllm-bnb": start_vllm_bnb,
 }
+USUAL_ARMS = ("ours", "bare", "nf4", "bf16", "marlin")
 
 if __name__ == "__main__":
     main()

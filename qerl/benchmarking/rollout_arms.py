@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from qerl.benchmarking.processes import Row, default_device, finish
+from qerl.benchmarking.device import default_device, finish
+from qerl.benchmarking.processes import Row
 from qerl.benchmarking.profile import kernel_times, shares
 from qerl.benchmarking.synthetic import compute_dtype, model_config, random_base
 from qerl.config import LoraConfig
@@ -26,7 +27,7 @@ from qerl.quant.layout import EMBEDDING, HEAD, build_layout
 from qerl.types import GenerationRequest, Sampling
 
 PROMPT, GENERATED, GROUP, RANK, REPEATS = 256, 128, 8, 32, 3
-FORMATS = {"ours": "nvfp4", "nf4": "nf4", "bf16": "bf16"}
+FORMATS = {"ours": "nvfp4", "bare": "nvfp4", "nf4": "nf4", "nf4-bare": "nf4", "bf16": "bf16"}
 """Format of the base of this package's arms"""
 Generate = Callable[[int, int], int]
 """(sequences, tokens each) -> tokens generated; the prefix cache is empty before"""

@@ -111,19 +111,28 @@ def random_base(config: PreTrainedConfig, format: str, device: torch.device) -> 
     return BaseWeights(config, family, format, layout, linears, tensors, report)
 
 
-def write_checkpoint(folder: Path, config: PreTrainedConfig, device: torch.device) -> None:
-    """The same as an NVFP4 checkpoint with a tokenizer of one token a byte; the vocabulary's other tokens mean nothing."""
+def write_checkpoint(
+    folder: Path, config: PreTrainedConfig, device: torch.device, format: str = "nvfp4"
+) -> None:
+    """The same as an NVFP4 or bf16 checkpoint with a tokenizer of one token a byte; the vocabulary's other tokens mean nothing."""
     layout = build_layout(config)
     folder.mkdir(parents=True, exist_ok=True)
     writer = ShardWriter(folder)
     dense = _random_tensors(layout, device)
     writer.add({name: tensor.bfloat16().cpu() for name, tensor in dense.items()})
     del dense
-    for fused, weight in _random_linears(layout, "nvfp4", device):
-        writer.add(file_tensors(fused, weight.to("cpu")))  # pyright: ignore[reportArgumentType]
+    for fused, weight in _random_linears(layout, format, device):
+        weight = weight.to("cpu")
+        if format == "nvfp4":
+            writer.add(file_tensors(fused, weight))  # pyright: ignore[reportArgumentType]
+        else:
+            members = weight.expand(torch.bfloat16).split(fused.member_rows)
+            names = [f"{member}.weight" for member in fused.members]
+            writer.add({n: m.clone() for n, m in zip(names, members, strict=True)})
     writer.finish()
     byte_tokenizer().save_pretrained(folder)
-    write_config(folder, config, quantization_config=quantization_config())
+    extra = {"quantization_config": quantization_config()} if format == "nvfp4" else {}
+    write_config(folder, config, **extra)
 
 
 def write_outline(folder: Path, config: PreTrainedConfig) -> None:
