@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from torch import Tensor
 
-from qerl.benchmarking.processes import describe
+from qerl.benchmarking.device import describe
 from qerl.errors import UserError
 from qerl.kernels import expand, triton_expand
 from qerl.kernels.gemm import HummingGemm, check_layout, pack_with_humming, probe_matrix

@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from reports import print_row, write_report
 
-from qerl.benchmarking.processes import default_device, describe, measure_in_process
+from qerl.benchmarking.device import default_device, describe
+from qerl.benchmarking.processes import measure_in_process
 from qerl.benchmarking.synthetic import SHAPES, model_config
 from qerl.benchmarking.update_arms import UpdateWork, measure
 

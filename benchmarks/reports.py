@@ -5,6 +5,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+RESULTS = Path(__file__).parent / "results"
+"""What is committed"""
+
 
 def print_row(row: dict[str, Any]) -> None:
     """One line, at once."""
@@ -13,6 +16,6 @@ def print_row(row: dict[str, Any]) -> None:
 
 def write_report(name: str, report: dict[str, Any]) -> None:
     """Write NAME.json."""
-    folder = Path(os.environ.get("OUT") or Path(__file__).parent / "results")
+    folder = Path(os.environ.get("OUT") or RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -21,6 +21,7 @@ COMMANDS = {
     "report": "Draw a page about runs: charts, and a browser of their completions.",
     "parity": "Compare the log-probabilities of trainer and engine.",
     "plan": "What a training command would need; the same as `qerl train --dry-run`.",
+    "bench": "How fast is this card: update, rollout or whole steps against QLoRA and the hardware.",
     "doctor": "Is this machine fit: driver, packages, disk, and every kernel against its reference.",
 }
 

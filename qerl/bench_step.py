@@ -17,11 +17,13 @@ import torch
 
 from qerl.algo.advantages import group_advantages
 from qerl.benchmarking import synthetic_reward, update_arms
-from qerl.benchmarking.processes import Row, finish
+from qerl.benchmarking.device import finish
+from qerl.benchmarking.processes import Row
 from qerl.benchmarking.synthetic import model_config, random_base, write_outline
 from qerl.collect import collect
 from qerl.config import Config
 from qerl.loop import train
+from qerl.memory import memory_metrics
 from qerl.metrics import PhaseTimer, read_metrics
 from qerl.model.packing import Item
 from qerl.optim import clip_gradients, make_optimizer
@@ -62,7 +64,7 @@ class StepWork:
 
 
 def measure(arm: str, work: StepWork) -> Iterator[Row]:
-    """A row for each step after the first: seconds of each phase, step_s, completion_tokens, peak_gib on a GPU."""
+    """A row for each step after the first: seconds of each phase, step_s, completion_tokens, trained_tokens, peak_gib of the process."""
     with tempfile.TemporaryDirectory(prefix="qerl-bench-") as name:
         folder = Path(name)
         model = model_config(work.model, work.num_layers)
@@ -149,8 +151,7 @@ def _row(line: dict) -> Row:
     row["completion_tokens"] = round(rollout_s * speed)
     row["trained_tokens"] = line["train/num_tokens_trained"]
     row["frac_groups_without_spread"] = line["train/frac_reward_zero_std"]
-    if torch.cuda.is_available():
-        row["peak_gib"] = line["train/memory/peak_gib"]
+    row["peak_gib"] = line["train/memory/peak_gib"]
     return row
 
 
@@ -160,7 +161,6 @@ def _practised_steps(run: Run) -> Iterator[Row]:
     on_gpu = device.type == "cuda"
     if on_gpu:  # the plan capped what one model needs
         torch.cuda.set_per_process_memory_fraction(1.0, device)
-        torch.cuda.reset_peak_memory_stats()
     arm = "hf-nf4" if on_gpu else "hf-fp32"
     trainer = update_arms.start_transformers(arm, run.policy.base.config, device)
     optimizer = make_optimizer(
@@ -199,6 +199,5 @@ def _practised_steps(run: Run) -> Iterator[Row]:
         row |= {"step_s": sum(timer.seconds.values()), "completion_tokens": tokens}
         row["trained_tokens"] = tokens
         row["frac_groups_without_spread"] = (advantages_PG == 0).all(1).double().mean().item()
-        if on_gpu:
-            row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        row["peak_gib"] = memory_metrics(device)["memory/peak_gib"]
         yield row

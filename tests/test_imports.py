@@ -128,7 +128,7 @@ def test_the_rules_see_imports(tmp_path):
     "statement",
     [
         "import qerl.settings.cli, qerl.settings.cli_help, qerl.__main__",
-        "import qerl.train, qerl.compare, qerl.report, qerl.doctor",
+        "import qerl.train, qerl.compare, qerl.report, qerl.doctor, qerl.bench, qerl.benchmarking.processes",
         # torch may be what is broken.
         "import qerl.checkup.packages, qerl.checkup.machine, qerl.checkup.child",
         "import qerl.tasks, pkgutil, importlib\n"

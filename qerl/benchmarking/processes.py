@@ -3,14 +3,9 @@
 What an arm measures is a generator of rows; they come over a pipe as they are found, and survive an arm that fails later.
 """
 
-import importlib.metadata
 import multiprocessing
 import os
-import platform
-import shlex
 import signal
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,14 +13,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
-
 Row = dict[str, Any]
 Measure = Callable[..., Iterator[Row]]
 """A function at the top of a module, with arguments that can be pickled"""
 _FAREWELL_S = 30
 """For a process that has told everything to end"""
-_PACKAGES = ("torch", "triton", "vllm", "transformers", "peft", "bitsandbytes", "humming-kernels")
 
 
 @dataclass(frozen=True)
@@ -85,49 +77,3 @@ def _ending(exit_code: int | None) -> str:
     if exit_code is not None and exit_code < 0:
         return signal.Signals(-exit_code).name
     return f"exit code {exit_code}"
-
-
-def finish(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def default_device() -> torch.device:
-    """The first GPU, or the CPU where there is none."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def describe(device: torch.device) -> dict[str, Any]:
-    """What a reader of figures has to know: command, commit, device, versions."""
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        commit = subprocess.run(
-            words, capture_output=True, text=True, check=False, cwd=Path(__file__).parent
-        ).stdout.strip()
-    except OSError:
-        commit = ""
-    return {
-        "command": shlex.join(["python", *sys.orig_argv[1:]]),
-        "commit": commit or "unknown",
-        "device": device_name(device),
-        "versions": {"python": platform.python_version(), **_versions()},
-    }
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or the CPU with the threads that are used."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    processor = platform.processor() or platform.machine()
-    return f"CPU ({processor}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads)"
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from qerl.benchmarking.processes import finish
+from qerl.benchmarking.device import finish
 
 KINDS = (
     ("attention", r"flash|fmha|attention|attn|sdpa|sdp_"),

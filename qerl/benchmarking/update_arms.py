@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from qerl.benchmarking.processes import Row, default_device, finish
+from qerl.benchmarking.device import default_device, finish
+from qerl.benchmarking.processes import Row
 from qerl.benchmarking.profile import kernel_times, shares
 from qerl.benchmarking.synthetic import compute_dtype, model_config, random_base
 from qerl.config import LoraConfig
