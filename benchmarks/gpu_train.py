@@ -6,7 +6,7 @@ Writes an NVFP4 checkpoint of random weights (qerl/benchmarking/synthetic.py) an
 all of the card's memory but the cap, and runs `python -m qerl.train` as a user would, with vLLM, rank 32 and noise from the
 second step on. Checked afterwards: every matrix of the adapter has moved away from its initial zeros, so every layer had a
 gradient. Recorded: metrics of each step, agreement, the plan's peak and the measured one (by the ballast process, from
-what the driver says is free, so everything the run takes is in it). Writes train_SHAPE_CONTEXT.json into $OUT or
+what the driver says is free, so everything the run takes is in it). Writes train_SHAPE_CONTEXT_CAP.json into $OUT or
 benchmarks/results.
 """
 
@@ -101,7 +101,7 @@ def main() -> int:
         "peak_bytes": start - least,
         **read_run(run_dir),
     }
-    name = f"train_{options.shape}_{context}.json"
+    name = f"train_{options.shape}_{context}_{options.cap_bytes / 1e9:.0f}gb.json"
     target = Path(os.environ.get("OUT", Path(__file__).parent / "results"))
     (target / name).write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps({k: v for k, v in report.items() if k != "steps"}, indent=1))
