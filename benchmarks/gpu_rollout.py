@@ -6,14 +6,15 @@
 Each arm is a process of its own, one after the other, with the same prompts, lengths, seeds, concurrency, graph sizes and
 key/value cache:
 
-    ours       NVFP4 in Humming's layout, the adapter in the linear, by qerl's engine
-    bare       the same without the adapter: what the adapter costs is (ours - bare) / ours
-    nf4        QLoRA's base in qerl's engine: bitsandbytes' own kernels, the same adapter
-    nf4-bare   the same without the adapter
-    bf16       a bf16 base in qerl's engine, where it fits
-    marlin     the QeRL stack: compressed-tensors NVFP4 with Marlin and vLLM's own LoRA
-    vllm-bnb   vLLM's own bitsandbytes path (0.26 and 0.27 have it), which nf4-bare is compared with. It reads a bf16 checkpoint
-               and quantizes it, so a checkpoint is written first: 4 + 1 GB a layer at 32B; fewer --layers make it short
+    ours           NVFP4 in Humming's layout, the adapter in the linear, by qerl's engine
+    bare           the same without the adapter: what the adapter costs is (ours - bare) / ours
+    deterministic  ours with `--deterministic`, whose cost this is
+    nf4            QLoRA's base in qerl's engine: bitsandbytes' own kernels, the same adapter
+    nf4-bare       the same without the adapter
+    bf16           a bf16 base in qerl's engine, where it fits
+    marlin         the QeRL stack: compressed-tensors NVFP4 with Marlin and vLLM's own LoRA
+    vllm-bnb       vLLM's own bitsandbytes path (0.26 and 0.27 have it), which nf4-bare is compared with. It reads a bf16 checkpoint
+                   and quantizes it, so a checkpoint is written first: at 32B 3 GB and 1 GB a layer; fewer --layers make it short
 
 Weights are random (qerl/benchmarking/synthetic.py; vLLM's dummy ones for `marlin`): speed does not depend on them. Groups of 8 samples share a
 prompt of 256 tokens; 128 tokens are generated. A step is a decode step, prefill taken off. Rank 32, every linear adapted.
@@ -26,6 +27,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -85,6 +87,7 @@ SPEED_RATIOS = {
     "rollout_vs_bf16": ("ours", "bf16"),
     "rollout_vs_qerl_stack": ("ours", "marlin"),
     "nf4_vs_vllm_bnb": ("nf4-bare", "vllm-bnb"),
+    "deterministic_vs_ours": ("deterministic", "ours"),
 }
 """Tokens a second of the first arm over the second's"""
 ADAPTER_SHARES = {"adapter_share": ("ours", "bare"), "nf4_adapter_share": ("nf4", "nf4-bare")}
@@ -113,6 +116,10 @@ def start_bare(arm: str, work: RolloutWork) -> RolloutArm:
 
     with patch.object(vllm_engine, "adapter_parts", lambda *_: {}):
         return start_ours(arm, work)
+
+
+def start_deterministic(arm: str, work: RolloutWork) -> RolloutArm:
+    return start_ours(arm, replace(work, deterministic=True))
 
 
 def start_marlin(arm: str, work: RolloutWork) -> RolloutArm:
@@ -234,6 +241,7 @@ def write_adapter(folder: Path, work: RolloutWork) -> Path:
 ARMS: dict[str, Callable[[str, RolloutWork], RolloutArm]] = {
     "ours": start_ours,
     "bare": start_bare,
+    "deterministic": start_deterministic,
     "nf4": start_ours,
     "nf4-bare": start_bare,
     "bf16": start_ours,

@@ -131,9 +131,8 @@ def test_on_the_cpu_it_is_accepted_and_changes_nothing(tmp_path, prompts, capsys
 
 @pytest.mark.gpu
 @pytest.mark.vllm
-@pytest.mark.parametrize("quant", ["nvfp4", "nf4", "bf16"])
-def test_on_a_gpu_a_run_repeats_itself_and_its_resumption_equals_it(tmp_path, prompts, quant):  # noqa: F811
-    changes = {"device": "cuda", "engine": "vllm", "quant": quant, "memory_gib": 8}
+def test_on_a_gpu_a_run_repeats_itself_and_its_resumption_equals_it(tmp_path, prompts):  # noqa: F811
+    changes = {"device": "cuda", "engine": "vllm", "memory_gib": 8}
     changes |= {"max_steps": 3, "save_steps": 1, "save_total_limit": 3, "warmup_ratio": 0}
     whole, again, cut = (tmp_path / name for name in ("whole", "again", "cut"))
     for run_dir in (whole, again):

@@ -27,7 +27,14 @@ from qerl.quant.layout import EMBEDDING, HEAD, build_layout
 from qerl.types import GenerationRequest, Sampling
 
 PROMPT, GENERATED, GROUP, RANK, REPEATS = 256, 128, 8, 32, 3
-FORMATS = {"ours": "nvfp4", "bare": "nvfp4", "nf4": "nf4", "nf4-bare": "nf4", "bf16": "bf16"}
+FORMATS = {
+    "ours": "nvfp4",
+    "bare": "nvfp4",
+    "deterministic": "nvfp4",
+    "nf4": "nf4",
+    "nf4-bare": "nf4",
+    "bf16": "bf16",
+}
 """Format of the base of this package's arms"""
 Generate = Callable[[int, int], int]
 """(sequences, tokens each) -> tokens generated; the prefix cache is empty before"""
@@ -44,6 +51,8 @@ class RolloutWork:
     num_sequences: tuple[int, ...]
     prompt: int = PROMPT
     generated: int = GENERATED
+    deterministic: bool = False
+    """Of this package's vLLM engine (qerl.determinism)"""
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -181,5 +190,6 @@ def start_engine(policy: Policy, work: RolloutWork) -> tuple[Engine, str]:
         max_num_seqs=work.max_num_seqs,
         kv_cache_bytes=work.kv_cache_bytes,
         max_num_batched_tokens=8192,
+        deterministic=work.deterministic,
     )
     return vllm_engine.VllmEngine(policy, options), name
