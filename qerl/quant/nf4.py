@@ -73,10 +73,12 @@ class Nf4Weight:
         return type(self)(tuple(chosen))
 
     def expand(self, dtype: torch.dtype) -> Tensor:
+        if len(self.members) == 1:
+            return _dequantize(self.members[0], dtype)
         dense = torch.empty(self.shape, dtype=dtype, device=self.device)
         parts = dense.split([member.shape[0] for member in self.members])
         for member, part in zip(self.members, parts, strict=True):
-            _dequantize(member, part)
+            _dequantize(member, dtype, part)
         return dense
 
     def tensors(self) -> dict[str, Tensor]:
@@ -135,16 +137,16 @@ def _quantize(member: Tensor) -> Nf4Matrix:
     return Nf4Matrix(codes, state, (num_rows, num_columns))
 
 
-def _dequantize(member: Nf4Matrix, out: Tensor) -> None:
-    """Write the dense matrix into `out` [N, K]. bitsandbytes knows no fp64: that is cast from fp32."""
+def _dequantize(member: Nf4Matrix, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Dense [N, K], written into `out` if there is one. bitsandbytes knows no fp64: that is cast from fp32."""
     num_rows, num_columns = member.shape
     state = copy.copy(member.state)
-    state.dtype = torch.float32 if out.dtype == torch.float64 else out.dtype
+    state.dtype = torch.float32 if dtype == torch.float64 else dtype
     # bitsandbytes 0.50's CPU kernel starts a new block at each row, which not every shape has (K = 96).
     cut = num_columns % BLOCK_SIZE > 0
     shape = (1, num_rows * num_columns) if cut else (num_rows, num_columns)
     state.shape = torch.Size(shape)
-    if out.is_cuda and state.dtype == out.dtype:
-        dequantize_4bit(member.codes, state, out=out.view(shape))
-    else:  # on a CPU bitsandbytes writes into its own memory only
-        out.copy_(dequantize_4bit(member.codes, state).view(member.shape))
+    if out is not None and out.is_cuda and state.dtype == dtype:
+        return dequantize_4bit(member.codes, state, out=out.view(shape))
+    dense = dequantize_4bit(member.codes, state).view(member.shape)
+    return dense.to(dtype) if out is None else out.copy_(dense)
