@@ -31,8 +31,8 @@ from qerl.engine.vllm_engine import VllmEngine
 from qerl.model.policy import Policy
 from qerl.optim import make_optimizer
 from qerl.parity import check_parity
-from qerl.planning.memory_plan import MemoryPlan, Place, budget_of, make_memory_plan
-from qerl.planning.sizes import GIB
+from qerl.planning.memory_plan import MemoryPlan, budget_of, make_memory_plan
+from qerl.planning.sizes import GIB, Place
 from qerl.probe import probe_update
 from qerl.quant.layout import build_layout
 from qerl.start_checks import cap_memory

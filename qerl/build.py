@@ -23,8 +23,8 @@ from qerl.memory import return_freed_memory
 from qerl.metrics import say
 from qerl.model.policy import Policy, check_adapter
 from qerl.model.source import ModelSource
-from qerl.planning.memory_plan import Place, budget_of, make_memory_plan
-from qerl.planning.sizes import GIB, Sizes
+from qerl.planning.memory_plan import budget_of, make_memory_plan
+from qerl.planning.sizes import GIB, Place, Sizes
 from qerl.quant.base_weights import BaseWeights, check_source
 from qerl.quant.layout import Layout
 from qerl.quant.nvfp4 import Nvfp4Weight

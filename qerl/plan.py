@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from qerl.model.source import Download
     from qerl.planning.run_plan import Plan
+    from qerl.planning.sizes import Place
     from qerl.run import Preparation
 
 
@@ -49,8 +50,9 @@ def plan_for(config: Config) -> "Plan":
     from qerl.build import context_limit, resolve_device, resolve_dtype, run_dir_of
     from qerl.engine.choice import choose_engine, engine_elsewhere
     from qerl.model.source import describe_remote
-    from qerl.planning.memory_plan import Place, budget_of, make_memory_plan
+    from qerl.planning.memory_plan import budget_of, make_memory_plan
     from qerl.planning.run_plan import make_plan
+    from qerl.planning.sizes import Place
     from qerl.planning.step_time import measure_speed
     from qerl.quant.layout import build_layout
     from qerl.run import prepare

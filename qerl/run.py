@@ -50,8 +50,9 @@ from qerl.model.policy import Policy
 from qerl.model.source import ModelSource, resolve_model
 from qerl.optim import make_optimizer
 from qerl.planning.footprint import recomputed_layers
-from qerl.planning.memory_plan import MemoryPlan, Place, budget_of, make_memory_plan
+from qerl.planning.memory_plan import MemoryPlan, budget_of, make_memory_plan
 from qerl.planning.record import PlanRecord
+from qerl.planning.sizes import Place
 from qerl.quant.base_weights import BaseWeights
 from qerl.quant.layout import Layout
 from qerl.reward_trial import try_rewards

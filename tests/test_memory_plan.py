@@ -23,9 +23,9 @@ from qerl.plan import main
 from qerl.planning.footprint import microbatch_tokens, num_parameters, packed_bytes
 from qerl.planning.footprint_vllm import _adapter_bytes, padded_matrix_bytes
 from qerl.planning.known_models import known_config
-from qerl.planning.memory_plan import Budget, Place, budget_of, largest_that, make_memory_plan
+from qerl.planning.memory_plan import Budget, budget_of, largest_that, make_memory_plan
 from qerl.planning.record import PlanRecord
-from qerl.planning.sizes import GIB, Sizes
+from qerl.planning.sizes import GIB, Place, Sizes
 from qerl.probe import probe_update
 from qerl.quant.base_weights import BaseWeights
 from qerl.quant.layout import build_layout

@@ -26,9 +26,9 @@ from qerl.planning.footprint import (
     peak_bytes,
     recomputed_layers,
 )
-from qerl.planning.memory_plan import SLACK_SHARE, Budget, Place, budget_of, make_memory_plan
+from qerl.planning.memory_plan import SLACK_SHARE, Budget, budget_of, make_memory_plan
 from qerl.planning.run_plan import check_plan, format_plan, make_plan
-from qerl.planning.sizes import Part, dims_of
+from qerl.planning.sizes import Part, Place, dims_of
 from qerl.planning.step_time import Speed, measure_speed
 from qerl.quant.base_weights import BaseWeights
 from qerl.quant.layout import build_layout
@@ -141,7 +141,7 @@ def test_activations_are_what_autograd_keeps(tiny_folder, dtype):
     )
     tokens = config.train.max_tokens_per_microbatch
     assert microbatch_tokens(config, 32, tokens) == len(batch.token_ids)
-    parts = footprint(config, tiny_layout(tiny_folder), "cpu", dtype, 32)
+    parts = footprint(config, tiny_layout(tiny_folder), Place("cpu", dtype, "transformers", 32))
     assert named(parts, "activations") == pytest.approx(held, rel=0.2)
 
 
@@ -163,7 +163,9 @@ def test_kv_cache_is_what_the_engine_holds(tiny_folder, monkeypatch):
         rollout={"prompts_per_step": 2, "num_generations": 3, "max_completion_length": 7},
         log={"eval_size": 0},
     )
-    parts = footprint(config, tiny_layout(tiny_folder), "cpu", torch.float32, 5)
+    parts = footprint(
+        config, tiny_layout(tiny_folder), Place("cpu", torch.float32, "transformers", 5)
+    )
     assert named(parts, "KV cache") == max(seen)
 
 
@@ -236,7 +238,8 @@ def test_32b_with_nvfp4_fits_80_gib_on_cuda_and_bf16_does_not():
 
     def gib(quant):
         config = Config(model="m", quant=quant, rollout={"max_batch_size": 64})
-        return peak_bytes(footprint(config, layout, "cuda", torch.bfloat16, 512)) / GIB
+        place = Place("cuda", torch.bfloat16, "transformers", 512)
+        return peak_bytes(footprint(config, layout, place)) / GIB
 
     assert gib("nvfp4") < 60 < 80 < gib("bf16")
 

@@ -37,7 +37,7 @@ from qerl.model.logprobs import CHUNK_BYTES
 from qerl.model.offload import MAX_LEAVING, host_bytes
 from qerl.model.recompute import TILE_TOKENS
 from qerl.planning.footprint_vllm import engine_parts, padded_matrix_bytes
-from qerl.planning.sizes import GIB, Dims, Part, Phase, Sizes, dims_of
+from qerl.planning.sizes import GIB, Dims, Part, Phase, Place, Sizes, dims_of
 from qerl.quant.layout import FusedLinear, Layout, is_norm
 
 RUNTIME_BYTES = {"cpu": int(0.35 * GIB), "cuda": int(0.6 * GIB)}
@@ -132,26 +132,24 @@ def microbatch_tokens(config: Config, longest_prompt: int, max_tokens: int) -> i
 def footprint(
     config: Config,
     layout: Layout,
-    device_type: str,
-    dtype: torch.dtype,
-    longest_prompt: int,
-    *,
-    engine: str = "transformers",
+    place: Place,
     sizes: Sizes | None = None,
+    *,
     trains: bool = True,
 ) -> tuple[Part, ...]:
-    """Everything that takes memory in a run, with prompts of at most `longest_prompt` tokens.
+    """Everything that takes memory in a run.
 
     `sizes` are the config's unless given; without `trains` there is no gradient, optimizer or update.
     """
     sizes = wanted_sizes(config) if sizes is None else sizes
     shapes = adapter_shapes(layout, config)
     num_adapter = sum(math.prod(shape) for shape in shapes)
-    padded = engine == "vllm" and device_type == "cuda" and config.quant == "nvfp4"
+    on_vllm = place.engine == "vllm"
+    padded = on_vllm and place.device_type == "cuda" and config.quant == "nvfp4"
     always = {
         f"base, packed ({config.quant})": packed_bytes(layout, config.quant, padded=padded),
-        "embeddings, head, norms": dense_bytes(layout, dtype),
-        "runtime": RUNTIME_BYTES[device_type],
+        "embeddings, head, norms": dense_bytes(layout, place.dtype),
+        "runtime": RUNTIME_BYTES[place.device_type],
     }
     if trains:
         always["adapter and gradients"] = 8 * num_adapter
@@ -159,12 +157,10 @@ def footprint(
     else:
         always["adapter"] = 4 * num_adapter
     parts = [Part(name, num_bytes, "always") for name, num_bytes in always.items()]
-    if engine == "vllm":
-        parts += engine_parts(config, layout, device_type, dtype, longest_prompt, sizes)
-    else:
-        parts += _rollout_parts(config, layout, device_type, dtype, longest_prompt, sizes)
+    rollout_parts = engine_parts if on_vllm else _rollout_parts
+    parts += rollout_parts(config, layout, place, sizes)
     if trains:
-        parts += _update_parts(config, layout, device_type, dtype, longest_prompt, sizes)
+        parts += _update_parts(config, layout, place, sizes)
     return tuple(parts)
 
 
@@ -180,22 +176,15 @@ def phase_bytes(parts: tuple[Part, ...], phase: Phase) -> int:
     return sum(part.num_bytes for part in parts if part.phase == phase)
 
 
-def _rollout_parts(
-    config: Config,
-    layout: Layout,
-    device_type: str,
-    dtype: torch.dtype,
-    longest_prompt: int,
-    sizes: Sizes,
-) -> list[Part]:
-    dims, rows = dims_of(layout), sizes.max_num_seqs
-    tokens = rows * (longest_prompt + config.rollout.max_completion_length)
+def _rollout_parts(config: Config, layout: Layout, place: Place, sizes: Sizes) -> list[Part]:
+    dims, rows, dtype = dims_of(layout), sizes.max_num_seqs, place.dtype
+    tokens = rows * (place.longest_prompt + config.rollout.max_completion_length)
     parts = [
         Part("KV cache", tokens * dims.num_layers * 2 * dims.key * dtype.itemsize, "rollout"),
         Part("sampling", rows * dims.vocab * 4 * 5, "rollout"),
-        *_head_copy(dims, device_type, dtype, "rollout"),
+        *_head_copy(dims, place, "rollout"),
     ]
-    if device_type == "cpu":
+    if place.device_type == "cpu":
         parts.append(Part("base held expanded", _expanded_bytes(config, layout, dtype), "rollout"))
     else:
         parts.append(
@@ -204,18 +193,11 @@ def _rollout_parts(
     return parts
 
 
-def _update_parts(
-    config: Config,
-    layout: Layout,
-    device_type: str,
-    dtype: torch.dtype,
-    longest_prompt: int,
-    sizes: Sizes,
-) -> list[Part]:
-    dims, c = dims_of(layout), dtype.itemsize
-    tokens = microbatch_tokens(config, longest_prompt, sizes.max_tokens_per_microbatch)
-    recomputed = recomputed_layers(config, dims.num_layers, device_type, sizes)
-    in_mlp, beside_mlp = _kept_of_layer(dims, device_type, c)
+def _update_parts(config: Config, layout: Layout, place: Place, sizes: Sizes) -> list[Part]:
+    dims, c = dims_of(layout), place.dtype.itemsize
+    tokens = microbatch_tokens(config, place.longest_prompt, sizes.max_tokens_per_microbatch)
+    recomputed = recomputed_layers(config, dims.num_layers, place.device_type, sizes)
+    in_mlp, beside_mlp = _kept_of_layer(dims, place.device_type, c)
     beside_mlp += 7 * c * config.lora.lora_r
     # While the last layer that is recomputed is, those after it have given theirs back; only without such is it extra.
     whole = max(dims.num_layers - recomputed, 1)
@@ -228,12 +210,12 @@ def _update_parts(
     dense = _layer_weights(layout) if recomputed else _largest_matrix(layout)
     flowing = c * (tokens * 4 * dims.hidden + tile * 3 * dims.intermediate)
     scored = tokens * config.rollout.max_completion_length
-    scored //= longest_prompt + config.rollout.max_completion_length
+    scored //= place.longest_prompt + config.rollout.max_completion_length
     chunk = min(CHUNK_BYTES, scored * dims.vocab * 4)
     return [
         Part("activations", kept, "update"),
         Part("logits chunk", 5 * chunk // 2, "update"),
-        *_head_copy(dims, device_type, dtype, "update"),
+        *_head_copy(dims, place, "update"),
         Part("one layer, dense", dense * c + flowing, "update"),
     ]
 
@@ -248,8 +230,8 @@ def _kept_of_layer(dims: Dims, device_type: str, itemsize: int) -> tuple[int, in
     return (itemsize + 4 * 3) * dims.intermediate, beside
 
 
-def _head_copy(dims: Dims, device_type: str, dtype: torch.dtype, phase: Phase) -> list[Part]:
-    if device_type != "cpu" or dtype == torch.float32:
+def _head_copy(dims: Dims, place: Place, phase: Phase) -> list[Part]:
+    if place.device_type != "cpu" or place.dtype == torch.float32:
         return []
     return [Part("head in fp32", dims.vocab * dims.hidden * 4, phase)]
 

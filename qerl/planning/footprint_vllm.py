@@ -19,7 +19,7 @@ import torch
 from qerl.config import Config
 from qerl.engine.vllm_arguments import capture_sizes, sequence_bytes
 from qerl.kernels.humming_layout import padded_shape
-from qerl.planning.sizes import Part, Sizes, dims_of
+from qerl.planning.sizes import Part, Place, Sizes, dims_of
 from qerl.quant.layout import FusedLinear, Layout
 
 CODE_BYTES = int(0.5 * 2**30)
@@ -29,17 +29,10 @@ GRAPH_LAYER_BYTES = 2**19
 NUM_LOGIT_COPIES = 4
 
 
-def engine_parts(
-    config: Config,
-    layout: Layout,
-    device_type: str,
-    dtype: torch.dtype,
-    longest_prompt: int,
-    sizes: Sizes,
-) -> list[Part]:
+def engine_parts(config: Config, layout: Layout, place: Place, sizes: Sizes) -> list[Part]:
     """What the engine holds, and what it needs while it samples."""
-    dims, c = dims_of(layout), dtype.itemsize
-    num_graphs = len(capture_sizes(sizes.max_num_seqs)) if device_type == "cuda" else 0
+    dims, c = dims_of(layout), place.dtype.itemsize
+    num_graphs = len(capture_sizes(sizes.max_num_seqs)) if place.device_type == "cuda" else 0
     reserve = CODE_BYTES + num_graphs * dims.num_layers * GRAPH_LAYER_BYTES
     passed = min(sizes.max_num_batched_tokens, sizes.max_num_seqs * _longest(config))
     widths = 3 * dims.intermediate + 4 * dims.hidden + 2 * (dims.query + 2 * dims.key)

@@ -34,7 +34,7 @@ from qerl.planning.footprint import (
     wanted_sizes,
 )
 from qerl.planning.footprint_vllm import cache_bytes
-from qerl.planning.sizes import GIB, Part, Sizes, dims_of
+from qerl.planning.sizes import GIB, Part, Place, Sizes, dims_of
 from qerl.quant.layout import Layout
 
 RESERVE_SHARE, RESERVE_MIN_GIB = 0.05, 0.5
@@ -45,17 +45,6 @@ SLACK_SHARE = 0.03
 """Share of the budget that vLLM's sizes leave alone: gaps between the blocks of torch's allocator."""
 STEP_TOKENS = 256
 """Microbatches are cut down in steps of so many tokens."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a run happens."""
-
-    device_type: str
-    dtype: torch.dtype
-    engine: str
-    longest_prompt: int
-    """In tokens; max_prompt_length where the prompts are not known yet"""
 
 
 @dataclass(frozen=True)
@@ -138,16 +127,7 @@ def make_memory_plan(
     """
 
     def parts_of(sizes: Sizes, config: Config = config) -> tuple[Part, ...]:
-        return footprint(
-            config,
-            layout,
-            place.device_type,
-            place.dtype,
-            place.longest_prompt,
-            engine=place.engine,
-            sizes=sizes,
-            trains=trains,
-        )
+        return footprint(config, layout, place, sizes, trains=trains)
 
     smallest = _with_least_memory(config)
     least = parts_of(_least_sizes(smallest, layout, place, budget), smallest)
@@ -262,11 +242,8 @@ def _fit(
         parts = footprint(
             config,
             layout,
-            place.device_type,
-            place.dtype,
-            place.longest_prompt,
-            engine="vllm",
-            sizes=replace(sizes, max_tokens_per_microbatch=tokens, kv_cache_bytes=0),
+            place,
+            replace(sizes, max_tokens_per_microbatch=tokens, kv_cache_bytes=0),
         )
         always = phase_bytes(parts, "always")
         return always + phase_bytes(parts, "rollout"), always + phase_bytes(parts, "update")

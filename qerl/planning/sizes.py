@@ -3,11 +3,25 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from qerl.quant.layout import EMBEDDING, Layout
 
 GIB = 2**30
 
 Phase = Literal["always", "rollout", "update"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run happens."""
+
+    device_type: str
+    dtype: torch.dtype
+    """Compute type"""
+    engine: str
+    longest_prompt: int
+    """In tokens; max_prompt_length where the prompts are not known yet"""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ import torch
 
 from qerl.config import Config
 from qerl.planning.footprint import microbatch_tokens, packed_bytes, recomputed_layers
-from qerl.planning.memory_plan import Place
-from qerl.planning.sizes import Sizes, dims_of
+from qerl.planning.sizes import Place, Sizes, dims_of
 from qerl.quant.layout import Layout
 
 PROBE_S = 0.15
