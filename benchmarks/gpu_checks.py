@@ -45,8 +45,8 @@ from qerl.engine.vllm_arguments import VllmOptions
 from qerl.engine.vllm_engine import VllmEngine
 from qerl.engine.vllm_setup import installed_version
 from qerl.metrics import read_metrics
-from qerl.model.packing import Item, pack
 from qerl.model.policy import Policy
+from qerl.model.scoring import score
 from qerl.parity import STOP, check_parity
 from qerl.quant.layout import is_norm
 from qerl.types import GenerationRequest, NoiseDraw, Rollout, Sampling
@@ -119,18 +119,10 @@ def sample(engine: VllmEngine) -> list[Rollout]:
     return [rollout for group in groups for rollout in group]
 
 
-@torch.no_grad()
 def agreement(policy: Policy, rollouts: list[Rollout]) -> float:
     """Mean exp |log p trainer - log p engine| over all tokens, sampled at temperature 1."""
-    batches = pack(
-        [Item(rollout, 1.0, 1.0) for rollout in rollouts],
-        max_tokens=8192,
-        share_prompts=False,
-        hidden_size=64,
-        device=policy.device,
-    )
-    differences = [policy.logprobs(b, 1.0)[0] - b.rollout_logprobs for b in batches]
-    return torch.cat(differences).abs().exp().mean().item()
+    scores = score(policy, rollouts, 1.0)
+    return (scores.logprobs - scores.recorded).abs().exp().mean().item()
 
 
 def measure_agreement(setup: Setup) -> Iterator[Row]:

@@ -20,7 +20,7 @@ import torch
 
 from qerl.build import load_tokenizer, open_inference
 from qerl.config import Config
-from qerl.model.packing import Item, pack
+from qerl.model.scoring import score
 from qerl.model.source import resolve_model
 from qerl.seeding import derive_seed
 from qerl.types import GenerationRequest, NoiseDraw, Sampling
@@ -70,18 +70,10 @@ def main() -> None:
             draw = NoiseDraw(sigma=sigma, seed=0, step=step) if sigma else None
             engine.sync(step, draw)
             rollouts = [r for group in engine.generate(requests, sampling) for r in group]
-            batches = pack(
-                [Item(rollout, 1.0, 1.0) for rollout in rollouts],
-                max_tokens=4096,
-                share_prompts=False,
-                hidden_size=policy.base.config.hidden_size,
-                device=policy.device,
-            )
-            with torch.no_grad(), policy.noise(draw):
-                for batch in batches:
-                    logprobs, entropy = policy.logprobs(batch, 1.0)
-                    entropies.append(entropy)
-                    differences.append((logprobs - batch.rollout_logprobs).abs())
+            with policy.noise(draw):
+                scores = score(policy, rollouts, 1.0)
+            entropies.append(scores.entropies)
+            differences.append((scores.logprobs - scores.recorded).abs())
         found = torch.cat(entropies)
         rows.append(
             {

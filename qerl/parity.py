@@ -25,8 +25,6 @@ from qerl.errors import RunError
 from qerl.settings.cli import parse_config, run_main
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from qerl.engine.base import Engine
     from qerl.model.policy import Policy
     from qerl.types import GenerationRequest, Rollout
@@ -125,6 +123,7 @@ def _measure(
     ratios: dict[tuple[bool, float], float],
 ) -> "list[Rollout]":
     """Fill in the ratio of each temperature; returns what was sampled at the first."""
+    from qerl.model.scoring import score
     from qerl.types import Sampling
 
     first: list[Rollout] = []
@@ -133,29 +132,9 @@ def _measure(
         groups = engine.generate(requests, Sampling(temperature, num_tokens, ()))
         rollouts = [rollout for group in groups for rollout in group]
         first = first or rollouts
-        scored, recorded = _scores(policy, rollouts, temperature)
-        ratios[filled, temperature] = (scored - recorded).abs().exp().mean().item()
+        scores = score(policy, rollouts, temperature)
+        ratios[filled, temperature] = (scores.logprobs - scores.recorded).abs().exp().mean().item()
     return first
-
-
-def _scores(
-    policy: "Policy", rollouts: "list[Rollout]", temperature: float
-) -> "tuple[Tensor, Tensor]":
-    """[C] log-probs of all sampled tokens by the trainer, and [C] as the engine recorded them."""
-    import torch
-
-    from qerl.model.packing import Item, pack
-
-    batches = pack(
-        [Item(rollout, 1.0, 1.0) for rollout in rollouts],
-        max_tokens=2048,
-        share_prompts=False,
-        hidden_size=policy.base.config.hidden_size,
-        device=policy.device,
-    )
-    with torch.no_grad():
-        pairs = [(policy.logprobs(b, temperature)[0], b.rollout_logprobs) for b in batches]
-    return torch.cat([scored for scored, _ in pairs]), torch.cat([kept for _, kept in pairs])
 
 
 class _Adapter:
@@ -184,9 +163,10 @@ class _Adapter:
         """Random B, doubled until the log-probs of `rollouts` change enough. Raises RunError if they never do."""
         import torch
 
+        from qerl.model.scoring import score
         from qerl.seeding import derive_seed
 
-        clean, _ = _scores(self.policy, rollouts, 1.0)
+        clean = score(self.policy, rollouts, 1.0).logprobs
         outer = {name: matrix for name, matrix in self.matrices.items() if "lora_B" in name}
         with torch.no_grad():
             for name, matrix in outer.items():
@@ -194,7 +174,7 @@ class _Adapter:
                 generator.manual_seed(derive_seed("parity", name))
                 matrix.normal_(0, FIRST_SCALE, generator=generator)
             for _ in range(MAX_DOUBLINGS):
-                changed, _ = _scores(self.policy, rollouts, 1.0)
+                changed = score(self.policy, rollouts, 1.0).logprobs
                 if (changed - clean).abs().mean().item() >= WANTED_CHANGE:
                     return
                 for matrix in outer.values():

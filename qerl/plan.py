@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from qerl.model.source import Download
     from qerl.planning.run_plan import Plan
-    from qerl.planning.sizes import Place
     from qerl.run import Preparation
 
 

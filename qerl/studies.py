@@ -18,7 +18,7 @@ from qerl.config import NoiseConfig
 from qerl.errors import UserError
 from qerl.evaluation.policy import correctness_reward, evaluate_policy
 from qerl.evaluation.statistics import bootstrap_interval, paired_difference
-from qerl.model.packing import Item, pack
+from qerl.model.scoring import score
 from qerl.model.source import resolve_model
 from qerl.quant.nvfp4 import BLOCK_SIZE, E2M1_VALUES, ROUNDINGS, Nvfp4Weight, pack_nvfp4
 from qerl.quant.packed import dequantize, sqnr_db
@@ -267,23 +267,13 @@ def _effect(
     }
 
 
-@torch.no_grad()
 def _logprobs(
     inference: Inference, rollouts: list[Rollout], draw: NoiseDraw | None
 ) -> tuple[torch.Tensor, float]:
     """[C] log-probabilities of all sampled tokens, and the mean entropy, under the noise of `draw`."""
-    policy = inference.policy
-    microbatches = pack(
-        [Item(rollout, 1.0, 1.0) for rollout in rollouts],
-        max_tokens=8192,
-        share_prompts=True,
-        hidden_size=policy.base.config.hidden_size,
-        device=policy.device,
-    )
-    with policy.noise(draw):
-        parts = [policy.logprobs(batch, inference.sampling.temperature) for batch in microbatches]
-    entropy = torch.cat([entropies for _, entropies in parts]).mean().item()
-    return torch.cat([logprobs for logprobs, _ in parts]), entropy
+    with inference.policy.noise(draw):
+        scores = score(inference.policy, rollouts, inference.sampling.temperature)
+    return scores.logprobs, scores.entropies.mean().item()
 
 
 def _codes(packed: Nvfp4Weight) -> list[int]:
