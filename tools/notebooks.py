@@ -38,7 +38,7 @@ def execute(path: Path, tiny: bool) -> nbformat.NotebookNode:
 
 
 def tidy(notebook: nbformat.NotebookNode) -> None:
-    """Leave out what says nothing (execution times, standard error); what was printed is one output, not one a line."""
+    """Leave out what says nothing (execution times, standard error, whose home it was); what was printed is one output."""
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         if cell.cell_type != "code":
@@ -47,6 +47,8 @@ def tidy(notebook: nbformat.NotebookNode) -> None:
         for output in cell.outputs:
             if output.get("name") == "stderr":
                 continue
+            if "text" in output:
+                output.text = output.text.replace(str(Path.home()), "~")
             if output.get("name") == "stdout" and outputs and outputs[-1].get("name") == "stdout":
                 outputs[-1].text += output.text
             else:
