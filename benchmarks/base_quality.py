@@ -9,15 +9,15 @@ benchmarks/results.
 
 import argparse
 import dataclasses
-import json
-import os
-import shlex
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from reports import write_report
+
+from qerl.benchmarking.device import describe
+from qerl.build import resolve_device, resolve_dtype
 from qerl.evaluation.statistics import Interval
 from qerl.settings.cli import parse_config
 from qerl.studies import base_quality
@@ -55,13 +55,9 @@ def main() -> None:
         }
         for base, row in frame.iterrows()
     ]
-    report = {
-        "command": shlex.join(["python", *sys.argv]),
-        "versions": {name: version(name) for name in ("torch", "transformers", "bitsandbytes")},
-        "rows": rows,
-    }
-    target = Path(os.environ.get("OUT") or Path(__file__).parent / "results")
-    (target / f"{options.name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    device = resolve_device(config)
+    report = {**describe(device), "dtype": str(resolve_dtype(config, device)), "rows": rows}
+    write_report(options.name, report)
 
 
 if __name__ == "__main__":

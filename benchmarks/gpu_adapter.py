@@ -10,10 +10,8 @@ Writes adapter.json into $OUT or benchmarks/results. Needs humming-kernels; no v
 
 import argparse
 import json
-import os
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 from gpu_kernels import (
@@ -26,6 +24,7 @@ from gpu_kernels import (
     random_weight,
     time_ms,
 )
+from reports import write_report
 from torch import Tensor
 from torch.nn import functional
 
@@ -67,8 +66,7 @@ def main() -> int:
             for key in ("base_us", "plain_us", "kernels_us")
         }
     print(json.dumps(report["layer_us"], indent=1), "failures:", report["failures"])
-    folder = Path(os.environ.get("OUT") or Path(__file__).parent / "results")
-    (folder / "adapter.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_report("adapter", report)
     return 1 if report["failures"] else 0
 
 

@@ -13,7 +13,6 @@ benchmarks/results. Needs torch with CUDA, triton, humming-kernels 0.1.10 and py
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+from reports import results_folder, write_report
 from torch import Tensor
 
 from qerl.benchmarking.device import describe
@@ -86,8 +86,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("gpu_kernels: no CUDA GPU here, nothing was measured")
         return 0
-    folder = Path(os.environ.get("OUT") or Path(__file__).parent / "results")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = results_folder()
     torch.manual_seed(0)
     result = {"rows": [], "ratios": {}, "failures": [], **description()}
     sections = {"layout": bench_layout, "expand": bench_expand, "gemm": bench_gemm}
@@ -97,7 +96,7 @@ def main() -> int:
         result["rows"].append(
             {"kind": "section", "name": name, "seconds": round(time.time() - started, 1)}
         )
-        (folder / "kernels.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_report("kernels", result)
         torch.cuda.empty_cache()
     print(json.dumps(result["ratios"], indent=1))
     print("failures:", result["failures"])

@@ -10,19 +10,18 @@ memory_SHAPE_GIB_LENGTH.json: every predicted part, the use after each stage, th
 
 import argparse
 import json
-import os
-import shlex
 import sys
 import time
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+from reports import write_report
 from transformers import Qwen2Config
 
+from qerl.benchmarking.device import describe
 from qerl.benchmarking.synthetic import SHAPES, model_config, random_base
 from qerl.config import Config
 from qerl.cuda_memory import cuda_memory
@@ -105,9 +104,7 @@ def main() -> None:
     torch.zeros(1, device=device)
     free, total = torch.cuda.mem_get_info(device)
     report: dict[str, object] = {
-        "command": shlex.join(["python", *sys.argv]),
-        "device": torch.cuda.get_device_name(),
-        "versions": {name: version(name) for name in ("torch", "vllm")},
+        **describe(device),
         "context_and_others_gib": gib(total - free),
     }
     account = cuda_memory(device)
@@ -190,11 +187,8 @@ def main() -> None:
     report["peak_over_plan"] = round(account.peak() / plan.peak_bytes, 4)
     engine.close()
     stage("closed")
-    name = (
-        f"memory_{options.shape}_{options.memory_gib:g}_{options.prompt + options.completion}.json"
-    )
-    target = Path(os.environ.get("OUT", Path(__file__).parent / "results"))
-    (target / name).write_text(json.dumps(report, indent=1) + "\n")
+    context = options.prompt + options.completion
+    write_report(f"memory_{options.shape}_{options.memory_gib:g}_{context}", report)
     print(json.dumps({k: v for k, v in report.items() if k != "stages"}, indent=1))
 
 

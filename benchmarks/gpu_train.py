@@ -12,20 +12,20 @@ benchmarks/results.
 
 import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from reports import write_report
 from safetensors import safe_open
 
 from qerl.bench_step import StepWork, work_settings
+from qerl.benchmarking.device import describe
 
 BALLAST = """
 import sys, time, torch
@@ -91,19 +91,15 @@ def main() -> int:
         ballast.kill()
     start, least = map(int, peak_file.read_text().split())
     report = {
-        "command": shlex.join(["python", *sys.argv]),
+        **describe(torch.device("cuda", 0)),
         "run": shlex.join(command[2:]),
-        "device": torch.cuda.get_device_name(),
-        "versions": {name: version(name) for name in ("torch", "vllm", "transformers", "peft")},
         "exit_code": exit_code,
         "seconds": round(seconds, 1),
         "cap_bytes": options.cap_bytes,
         "peak_bytes": start - least,
         **read_run(run_dir),
     }
-    name = f"train_{options.shape}_{context}_{options.cap_bytes / 1e9:.0f}gb.json"
-    target = Path(os.environ.get("OUT", Path(__file__).parent / "results"))
-    (target / name).write_text(json.dumps(report, indent=1) + "\n")
+    write_report(f"train_{options.shape}_{context}_{options.cap_bytes / 1e9:.0f}gb", report)
     print(json.dumps({k: v for k, v in report.items() if k != "steps"}, indent=1))
     return exit_code
 

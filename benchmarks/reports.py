@@ -14,8 +14,13 @@ def print_row(row: dict[str, Any]) -> None:
     print("ROW", json.dumps(row), flush=True)
 
 
-def write_report(name: str, report: dict[str, Any]) -> None:
-    """Write NAME.json."""
+def results_folder() -> Path:
+    """Where results go; made if it is not there."""
     folder = Path(os.environ.get("OUT") or RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    return folder
+
+
+def write_report(name: str, report: dict[str, Any]) -> None:
+    """Write NAME.json."""
+    (results_folder() / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
