@@ -3,8 +3,8 @@
     python benchmarks/gpu_rollout.py --shape 32b [--arms ours bare nf4 marlin bf16] [--batch-sizes 8 64 256]
     python benchmarks/gpu_rollout.py --shape 32b --layers 8 --arms nf4-bare vllm-bnb --name rollout_bnb
 
-Each arm is a process of its own, one after the other, with the same prompts, lengths, seeds, concurrency, graph sizes and
-key/value cache:
+Each arm is a process of its own with the same prompts, lengths, seeds, concurrency, graph sizes and key/value cache. All start together
+and measure in turn, a number of sequences at a time; with --apart, where memory does not hold all bases, one after the other:
 
     ours           NVFP4 in Humming's layout, the adapter in the linear, by qerl's engine
     bare           the same without the adapter: what the adapter costs is (ours - bare) / ours
@@ -37,7 +37,7 @@ import torch
 from reports import print_row, write_report
 
 from qerl.benchmarking.device import default_device, describe
-from qerl.benchmarking.processes import measure_in_process
+from qerl.benchmarking.processes import measure_in_turn
 from qerl.benchmarking.rollout_arms import (
     GROUP,
     RANK,
@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(USUAL_ARMS))
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[8, 64, 256])
     parser.add_argument("--name", default="rollout", help="of the JSON file")
+    parser.add_argument("--apart", action="store_true", help="one base in memory at a time")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("gpu_rollout: no CUDA GPU here, nothing was measured")
@@ -72,11 +73,12 @@ def main() -> None:
         "rows": [],
         "failures": {},
     }
-    for arm in options.arms:
-        outcome = measure_in_process(measure, arm, ARMS[arm], work, tell=print_row)
-        report["rows"] += outcome.rows
-        if outcome.failure:
-            report["failures"][arm] = outcome.failure
+    for arms in [[arm] for arm in options.arms] if options.apart else [options.arms]:
+        jobs = [(measure, (arm, ARMS[arm], work)) for arm in arms]
+        for arm, outcome in zip(arms, measure_in_turn(jobs, tell=print_row), strict=True):
+            report["rows"] += outcome.rows
+            if outcome.failure:
+                report["failures"][arm] = outcome.failure
     report["ratios"] = ratios(report["rows"])
     print(json.dumps(report["ratios"], indent=1), report["failures"])
     write_report(options.name, report)

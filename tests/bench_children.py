@@ -19,3 +19,12 @@ def ends_itself():
     yield {"number": 0}
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
+
+
+def writes_its_turns(name, file):
+    """Starts, then writes two rows when it is its turn."""
+    yield None
+    for number in range(2):
+        with open(file, "a") as out:
+            out.write(f"{name}{number} ")
+        yield {"name": name, "number": number}

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qerl import bench, bench_step
 from qerl.benchmarking import processes, rollout_arms, summary, update_arms
-from qerl.benchmarking.processes import measure_in_process
+from qerl.benchmarking.processes import measure_in_process, measure_in_turn
 from qerl.benchmarking.profile import kind_of, shares
 from qerl.benchmarking.synthetic import model_config, random_base, write_outline
 from qerl.errors import UserError
@@ -96,6 +96,21 @@ def test_rows_survive_an_arm_that_fails(measure, failure):
     assert outcome.failure == failure
 
 
+def test_arms_that_start_together_measure_in_turn(tmp_path):
+    file, told = tmp_path / "turns", []
+    jobs = [
+        (bench_children.writes_its_turns, ("a", file)),
+        (bench_children.ends_itself, ()),
+        (bench_children.writes_its_turns, ("b", file)),
+    ]
+    first, killed, last = measure_in_turn(jobs, tell=told.append)
+    assert file.read_text() == "a0 b0 a1 b1 "
+    assert [row["number"] for row in first.rows + last.rows] == [0, 1, 0, 1]
+    assert first.failure is last.failure is None
+    assert killed.failure == "its process ended with SIGKILL"
+    assert len(told) == 5
+
+
 # ---- arms ----
 
 
@@ -144,7 +159,8 @@ def test_shapes_and_presets_have_sizes(name):
 
 def test_a_rollout_arm_generates_and_knows_what_it_must_read():
     work = rollout_arms.RolloutWork("tiny", 1, (8,), prompt=16, generated=8)
-    (row,) = rollout_arms.measure("ours", rollout_arms.start_ours, work)
+    started, row = rollout_arms.measure("ours", rollout_arms.start_ours, work)
+    assert started is None and row is not None
     assert row["engine"].startswith("transformers (no GPU")
     assert row["tokens_per_s"] > 0 and sum(row["shares"].values()) == pytest.approx(1, abs=0.01)
     base = random_base(work.config, "nvfp4", CPU)

@@ -90,13 +90,14 @@ class RolloutArm:
 StartArm = Callable[[str, RolloutWork], RolloutArm]
 
 
-def measure(arm: str, start: StartArm, work: RolloutWork) -> Iterator[Row]:
-    """A row for each number of sequences: tokens_per_s with prefill, step_ms, floor_ms, shares of kernel time."""
+def measure(arm: str, start: StartArm, work: RolloutWork) -> Iterator[Row | None]:
+    """None when it has started; a row for each number of sequences: tokens_per_s with prefill, step_ms, floor_ms, shares of kernel time."""
     device = default_device()
     started = time.perf_counter()
     started_arm = start(arm, work)
     start_s = round(time.perf_counter() - started, 1)
     generate = started_arm.generate
+    yield None
     bytes_per_s = measure_speed(device, compute_dtype(device)).bytes_per_s
     for size in work.num_sequences:
         generate(size, 4)
@@ -120,8 +121,7 @@ def measure(arm: str, start: StartArm, work: RolloutWork) -> Iterator[Row]:
             # A copy reads and writes; its bytes/s count both.
             row["floor_ms"] = round(1e3 * moved / bytes_per_s, 3)
         if device.type == "cuda":
-            free, whole = torch.cuda.mem_get_info()
-            row["device_gb"] = round((whole - free) / 1e9, 2)
+            row["reserved_gb"] = round(torch.cuda.max_memory_reserved() / 1e9, 2)
         yield row
 
 
