@@ -30,6 +30,7 @@ from qerl.engine.vllm_engine import VllmEngine
 from qerl.model.policy import Policy
 from qerl.optim import make_optimizer
 from qerl.parity import check_parity
+from qerl.planning.footprint import recomputed_layers
 from qerl.planning.memory_plan import MemoryPlan, budget_of, make_memory_plan
 from qerl.planning.sizes import GIB, Place
 from qerl.probe import probe_update
@@ -144,7 +145,10 @@ def main() -> None:
     torch.cuda.empty_cache()
     stage("base")
     policy = Policy(base, config.lora, model_name="random", seed=0)
-    policy.enable_recomputation()
+    layers = shape.num_hidden_layers
+    recomputed = recomputed_layers(config, layers, device.type, plan.sizes)
+    if recomputed:
+        policy.enable_recomputation(recomputed, plan.sizes.offloaded_layers)
     stage("policy")
     settings = VllmOptions(
         max_model_len=options.prompt + options.completion,
@@ -178,7 +182,7 @@ def main() -> None:
         stage(f"released {step}")
         start = time.perf_counter()
         for _ in range(2):
-            probe_update(policy, plan, options.completion, 1.0)
+            probe_update(config, policy, plan)
         for _, parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()

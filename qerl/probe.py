@@ -6,19 +6,20 @@ gives it back. Nothing remains of it: the gradients are dropped, no random numbe
 
 import torch
 
+from qerl.config import Config
 from qerl.memory import peak_gib
 from qerl.model.packing import Item, pack
 from qerl.model.policy import Policy
+from qerl.planning.footprint import microbatch_tokens
 from qerl.planning.memory_plan import MemoryPlan
 from qerl.types import Rollout
 
 
-def probe_update(
-    policy: Policy, plan: MemoryPlan, completion_length: int, temperature: float
-) -> float:
+def probe_update(config: Config, policy: Policy, plan: MemoryPlan) -> float:
     """Run it. Returns the process' peak in GiB so far; raises what running out of memory raises."""
     prompt_length = plan.place.longest_prompt
-    budget = plan.sizes.max_tokens_per_microbatch
+    completion_length = config.rollout.max_completion_length
+    budget = microbatch_tokens(config, prompt_length, plan.sizes.max_tokens_per_microbatch)
     count = max(1, budget // (prompt_length + completion_length))
     items = [Item(_rollout(i, prompt_length, completion_length), 1.0, 1.0) for i in range(count)]
     microbatches = pack(
@@ -32,7 +33,7 @@ def probe_update(
     try:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        logprobs, entropy = policy.logprobs(next(iter(microbatches)), temperature)
+        logprobs, entropy = policy.logprobs(next(iter(microbatches)), config.rollout.temperature)
         (logprobs.mean() + 0 * entropy.mean()).backward()
     finally:
         for parameter in parameters:

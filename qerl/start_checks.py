@@ -57,8 +57,6 @@ def check_start(run: "Run", plan: MemoryPlan) -> None:
     if run.policy.device.type == "cuda":
         with phase("probe"):
             run.engine.release()
-            peak = probe_update(
-                run.policy, plan, config.rollout.max_completion_length, config.rollout.temperature
-            )
+            peak = probe_update(config, run.policy, plan)
         run.record.add({"probe_peak_gib": peak})
         say(f"the longest microbatch fits: {peak:.2f} GiB at the peak")

@@ -2,16 +2,21 @@
 
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
+import pynvml
 import pytest
 import torch
 from helpers import load_policy, make_rollout, pack_items
 
 from qerl import cuda_memory as accounts
 from qerl.config import Config
-from qerl.cuda_memory import CONTEXT_BYTES, CudaMemory
+from qerl.cuda_memory import CONTEXT_BYTES, CudaMemory, driver_list
 from qerl.engine.choice import EngineChoice, engine_elsewhere
 from qerl.engine.transformers_engine import TransformersEngine
 from qerl.engine.vllm_adapter import AdapterBuffers, adapter_parts
@@ -234,9 +239,19 @@ def test_memory_gib_that_is_not_there_is_not_planned_with():
 def card(monkeypatch):
     """100 GiB, of which others hold 20; what this process has reserved is a number in the returned dict."""
     state = {"reserved": 0, "peak": 0, "outside": CONTEXT_BYTES, "unmapped": 0, "share": None}
+    state |= {"others": 20 * GIB, "pid": os.getpid()}
+
+    def own():
+        return state["reserved"] - state["unmapped"] + state["outside"]
 
     def taken():
-        return 20 * GIB + state["reserved"] - state["unmapped"] + state["outside"]
+        return state["others"] + own()
+
+    def listed(handle):
+        return [
+            SimpleNamespace(pid=1, usedGpuMemory=state["others"]),
+            SimpleNamespace(pid=state["pid"], usedGpuMemory=own()),
+        ]
 
     def reset(device):
         state["peak"] = state["reserved"]
@@ -250,6 +265,12 @@ def card(monkeypatch):
         "set_per_process_memory_fraction",
         lambda share, device: state.update(share=share),
     )
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda d: SimpleNamespace(uuid="made up")
+    )
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", listed)
     return state
 
 
@@ -258,7 +279,9 @@ def reserve(state, gib):
     state["peak"] = max(state["peak"], state["reserved"])
 
 
-def test_others_are_planned_around_and_what_torch_does_not_know_counts(card):
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_others_are_planned_around_and_what_torch_does_not_know_counts(card, is_listed):
+    card["pid"] = os.getpid() if is_listed else -1
     account = CudaMemory(CUDA)
     assert account.others == 20 * GIB
     assert account.used() == CONTEXT_BYTES
@@ -268,6 +291,19 @@ def test_others_are_planned_around_and_what_torch_does_not_know_counts(card):
     assert account.used() == 11 * GIB + CONTEXT_BYTES
     assert account.peak() == 11 * GIB + CONTEXT_BYTES
     assert account.available() == 80 * GIB
+
+
+def test_what_others_take_later_does_not_count_where_the_driver_tells_processes_apart(card):
+    account = CudaMemory(CUDA)
+    reserve(card, 10)
+    card["others"] += 30 * GIB
+    assert account.used() == account.peak() == 10 * GIB + CONTEXT_BYTES
+    assert account.available() == 50 * GIB
+
+
+def test_a_namesake_of_another_namespace_is_not_this_process(card):
+    card["reserved"], card["outside"] = 10 * GIB, CONTEXT_BYTES - 9 * GIB
+    assert driver_list(CUDA) is None
 
 
 def test_a_cache_that_is_given_back_does_not_count(card):
@@ -300,6 +336,34 @@ def test_the_cap_is_torchs_limit_where_it_can_be(card, monkeypatch):
     card["share"] = None
     cap_memory(plan, CPU)
     assert card["share"] is None
+
+
+TAKES_MEMORY = """
+import sys, torch
+held = torch.empty(3 * 2**30, dtype=torch.uint8, device="cuda")
+torch.cuda.synchronize()
+print("holds", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.gpu
+def test_a_neighbour_on_the_card_is_not_counted():
+    held = torch.empty(2**30, dtype=torch.uint8, device=CUDA)
+    account = CudaMemory(CUDA)
+    before, available = account.used(), account.available()
+    if account.listed is None:
+        pytest.skip("the driver does not list this process: it runs in a namespace of its own")
+    assert 0 < before - held.numel() < 2 * GIB
+    command = [sys.executable, "-c", TAKES_MEMORY]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout.readline() == "holds\n"
+        used, left = account.used(), account.available()
+        other.stdin.close()
+    assert used == before
+    assert available - left > 3 * GIB
 
 
 # --- out of memory, the probe, the record ---------------------------------------------------------------------------
@@ -354,9 +418,13 @@ def test_the_probe_runs_the_longest_microbatch_and_leaves_no_trace(tiny_folder, 
     )
     before = [parameter.detach().clone() for _, parameter in policy.trainable_parameters()]
     checksum, state = policy.base.checksum(), torch.get_rng_state()
-    assert probe_update(policy, plan, 40, 1.0) > 0
+    assert probe_update(config, policy, plan) > 0
     # Full, but for what another sequence would not fit into; the last token of a completion is not fed.
     assert 300 - 70 < seen[0] <= microbatch_tokens(config, 30, 300)
+    # A step has 16 sequences, and no microbatch more than they.
+    roomy = replace(plan, sizes=replace(plan.sizes, max_tokens_per_microbatch=10_000))
+    assert probe_update(config, policy, roomy) > 0
+    assert seen[1] == 16 * 69
     for (_, parameter), value in zip(policy.trainable_parameters(), before, strict=True):
         assert torch.equal(parameter, value) and parameter.grad is None
     assert policy.base.checksum() == checksum
@@ -365,12 +433,18 @@ def test_the_probe_runs_the_longest_microbatch_and_leaves_no_trace(tiny_folder, 
 
 def test_a_sequence_longer_than_the_budget_is_probed_alone(tiny_folder):
     policy = load_policy(tiny_folder)
-    config = Config(model="tiny", train={"max_tokens_per_microbatch": 10})
+    config = Config.model_validate(
+        {
+            "model": "tiny",
+            "rollout": {"max_completion_length": 20},
+            "train": {"max_tokens_per_microbatch": 10},
+        }
+    )
     place = Place("cpu", torch.float32, "transformers", 30)
     plan = make_memory_plan(
         config, policy.base.layout, place, Budget(8.0, "a test's"), context_limit=512
     )
-    assert probe_update(policy, plan, 20, 1.0) > 0
+    assert probe_update(config, policy, plan) > 0
 
 
 def test_the_record_has_plan_and_measurement(tmp_path):
