@@ -1,50 +1,71 @@
-"""What a LoRA adapter adds to a packed product on a CUDA GPU, at the four matrices of a 32B layer and a decode step's tokens.
+"""What a LoRA adapter adds to the products of a 32B layer on a CUDA GPU, for a decode step's tokens.
 
     python benchmarks/gpu_adapter.py [--sweep]
 
-For each matrix: the packed GEMM alone (with the activation after gate and up), then with a rank-32 adapter as two plain
-products per call, and as the two Triton launches that the engine uses. `--sweep` tries other ways to cut the launches, one field
-after the other. Calls rotate over enough weights to be cache-cold, inside one CUDA graph. The outputs are compared with float64.
-Writes adapter.json into $OUT or benchmarks/results. Needs humming-kernels; no vLLM.
+Whole layers one after the other, as in a step but without attention: with the packed GEMM alone, then with a rank-32 adapter as two
+plain products a matrix, and as the two Triton launches that the engine uses. What one matrix' adapter adds is measured by giving it
+to this matrix alone. `--sweep` tries other ways to cut each matrix' launches. Calls rotate over enough layers to be cache-cold, inside
+one CUDA graph. The outputs are compared with float64. Writes adapter.json into $OUT or benchmarks/results. Needs humming-kernels; no vLLM.
 """
 
 import argparse
+import itertools
 import json
+import multiprocessing
+import os
 import sys
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 
 import torch
-from gpu_kernels import (
-    DEVICE,
-    MATRICES,
-    copy_of,
-    description,
-    error,
-    num_sets,
-    random_weight,
-    time_ms,
-)
+from gpu_kernels import DEVICE, MATRICES, description, error, random_weight, time_ms
 from reports import write_report
 from torch import Tensor
 from torch.nn import functional
 
 from qerl.kernels import triton_adapter
-from qerl.kernels.adapter import AdaptedGemm, add_adapter, gate
+from qerl.kernels.adapter import AdaptedGemm, add_adapter
 from qerl.kernels.gemm import HummingGemm
 from qerl.kernels.humming_layout import HummingWeight, mma_of, pack
+from qerl.kernels.triton_adapter import Launch
+from qerl.model.fused import rms_norm, swiglu
 
 MEMBERS = {"qkv": (5120, 1024, 1024), "o": (5120,), "gate_up": (27648, 27648), "down": (5120,)}
 TOKENS = (8, 64, 256)
 RANK = 32
-FIELDS = {
-    "splits": (4, 8, 16, 32, 64),
-    "columns": (128, 256),
-    "shrink_tokens": (16, 32, 64),
-    "grow_tokens": (16, 32, 64),
-    "grow_rows": (32, 64, 128, 256),
-    "shrink_warps": (2, 4, 8),
-    "grow_warps": (2, 4, 8),
-}
+LAYERS = 4
+"""0.9 GB: far more than the L2 cache"""
+SPLITS = (1, 2, 4, 8, 16, 32)
+TILES = ((128, 4), (64, 3))
+"""(columns, stages) of shrinking: 128 and 48 KiB of shared memory with 64 tokens"""
+GROWS = (
+    (16, 128, 4),
+    (32, 128, 4),
+    (64, 128, 4),
+    (64, 128, 8),
+    (16, 64, 4),
+    (64, 64, 4),
+    (32, 256, 8),
+)
+"""(tokens, rows, warps) of growing"""
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A packed matrix [N, K] with its adapter."""
+
+    name: str
+    packed: HummingWeight
+    a: Tensor
+    b: Tensor
+
+    @property
+    def is_gated(self) -> bool:
+        return self.name == "gate_up"
+
+
+Layer = dict[str, Adapted]
+Product = Callable[[Adapted, Tensor], Tensor]
 
 
 def main() -> int:
@@ -56,109 +77,157 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("gpu_adapter: no CUDA GPU here, nothing was measured")
         return 0
-    report: dict = {**description(), "rows": [], "layer_us": {}, "failures": []}
-    for name in MATRICES:
-        bench_matrix(report, name, options.sweep)
+    report: dict = {**description(), "layer_us": {}, "added_us": {}, "sweep": [], "failures": []}
+    layers = [random_layer() for _ in range(LAYERS)]
+    humming = HummingGemm(DEVICE)
+    humming.prepare([matrix.packed for matrix in layers[0].values()], TOKENS)
+    adapted = AdaptedGemm(lambda x, packed, _: humming(x, packed), DEVICE, torch.bfloat16)
+
+    def base(matrix: Adapted, x: Tensor) -> Tensor:
+        return finish(matrix, humming(x, matrix.packed))
+
+    def plain(matrix: Adapted, x: Tensor) -> Tensor:
+        down = functional.linear(x, matrix.a)
+        return finish(
+            matrix, humming(x, matrix.packed) + functional.linear(down, dense[matrix.name])
+        )
+
+    def kernels(matrix: Adapted, x: Tensor) -> Tensor:
+        members = MEMBERS[matrix.name]
+        return adapted(x, matrix.packed, 1.0, matrix.a, matrix.b, members, gated=matrix.is_gated)
+
+    dense = {m.name: block_diagonal(m.b, MEMBERS[m.name]) for m in layers[0].values()}
     for tokens in TOKENS:
-        rows = [row for row in report["rows"] if row["tokens"] == tokens]
-        report["layer_us"][f"m{tokens}"] = {
-            key: round(sum(row[key] for row in rows), 1)
-            for key in ("base_us", "plain_us", "kernels_us")
+        x = torch.randn(tokens, MATRICES["qkv"][1], device=DEVICE).bfloat16()
+        check(report, humming, kernels, layers[0], tokens)
+        timed = {
+            name: us(layers, x, p)
+            for name, p in (("base", base), ("plain", plain), ("kernels", kernels))
         }
-    print(json.dumps(report["layer_us"], indent=1), "failures:", report["failures"])
+        report["layer_us"][f"m{tokens}"] = timed
+        report["added_us"][f"m{tokens}"] = {
+            name: round(us(layers, x, only(name, kernels, base)) - timed["base"], 2)
+            for name in MATRICES
+        }
+        print(tokens, json.dumps(timed), json.dumps(report["added_us"][f"m{tokens}"]), flush=True)
+    if options.sweep:
+        compile_all()
+        for tokens in TOKENS:
+            x = torch.randn(tokens, MATRICES["qkv"][1], device=DEVICE).bfloat16()
+            for name in MATRICES:
+                report["sweep"] += sweep(layers, x, name, only(name, kernels, base))
+                write_report("adapter", report)
+    print("failures:", report["failures"])
     write_report("adapter", report)
     return 1 if report["failures"] else 0
 
 
-def bench_matrix(report: dict, name: str, sweep: bool) -> None:
-    weight = pack(random_weight(*MATRICES[name]), mma_of(DEVICE))
-    # Small, so that an error of the adapter's shows in the sum.
-    weight = replace(weight, dequant_scale=weight.dequant_scale * 1e-3)
-    num_rows, num_columns = weight.shape
-    members, gated = MEMBERS[name], name == "gate_up"
-    scale = weight.dequant_scale.item()
-    humming = HummingGemm(DEVICE)
-    humming.prepare([weight], TOKENS)
-    adapted = AdaptedGemm(lambda x, weight, _: humming(x, weight), DEVICE, torch.bfloat16)
-    sets: list[tuple[HummingWeight, Tensor, Tensor]] = []
-    for _ in range(max(4, num_sets(weight.nbytes))):
-        a = torch.randn(len(members) * RANK, num_columns, device=DEVICE).bfloat16() / 64
+def random_layer() -> Layer:
+    """Small weights, so that an error of the adapter's shows in the sum."""
+    found = {}
+    for name, (num_rows, num_columns) in MATRICES.items():
+        weight = pack(random_weight(num_rows, num_columns), mma_of(DEVICE))
+        weight = replace(weight, dequant_scale=weight.dequant_scale * 1e-3)
+        width = len(MEMBERS[name]) * RANK
+        a = torch.randn(width, num_columns, device=DEVICE).bfloat16() / 64
         b = torch.randn(num_rows, RANK, device=DEVICE).bfloat16() / 8
-        sets.append((copy_of(weight), a, b))  # pyright: ignore[reportArgumentType]
-    dense = [block_diagonal(b, members) for _, _, b in sets]
-    for tokens in TOKENS:
-        x = torch.randn(tokens, num_columns, device=DEVICE).bfloat16()
+        found[name] = Adapted(name, weight, a, b)
+    return found
 
-        def finish(y: Tensor) -> Tensor:
-            return gate(y) if gated else y
 
-        def base(packed: HummingWeight, x: Tensor = x) -> Tensor:
-            return finish(humming(x, packed))
+def run(layer: Layer, x: Tensor, product: Product) -> Tensor:
+    """A layer's four products with what stands between them, a copy in place of attention; x [M, H]."""
+    ones = torch.ones(x.shape[1], device=DEVICE)
+    qkv = product(layer["qkv"], rms_norm(x, ones, 1e-6))
+    x = x + product(layer["o"], qkv[:, : x.shape[1]].contiguous())
+    return x + product(layer["down"], product(layer["gate_up"], rms_norm(x, ones, 1e-6)))
 
-        def plain(packed: HummingWeight, a: Tensor, b: Tensor, x: Tensor = x) -> Tensor:
-            return finish(humming(x, packed) + functional.linear(functional.linear(x, a), b))
 
-        def kernels(packed: HummingWeight, a: Tensor, b: Tensor, x: Tensor = x) -> Tensor:
-            return adapted(x, packed, scale, a, b, members, gated=gated)
+def finish(matrix: Adapted, y: Tensor) -> Tensor:
+    return swiglu(y) if matrix.is_gated else y
 
-        packed, a, b = sets[0]
-        exact = add_adapter(
-            humming(x, packed).double(), x.double(), a.double(), b.double(), members
-        )
-        row = {"matrix": name, "tokens": tokens, "error": error(kernels(*sets[0]), finish(exact))}
-        if row["error"] > 8e-3:
-            report["failures"].append(f"{name} {tokens}: error {row['error']}")
-        ms = time_ms([lambda s=s: base(s[0]) for s in sets])
-        with_plain = time_ms(
-            [lambda s=s, d=d: plain(s[0], s[1], d) for s, d in zip(sets, dense, strict=True)]
-        )
-        with_kernels = time_ms([lambda s=s: kernels(*s) for s in sets])
-        row |= {
-            "base_us": round(1e3 * ms, 2),
-            "plain_us": round(1e3 * (with_plain - ms), 2),
-            "kernels_us": round(1e3 * (with_kernels - ms), 2),
-        }
-        if sweep:
-            row["sweep"] = sweep_launches(sets, tokens, kernels, ms)
-        print(json.dumps(row), flush=True)
-        report["rows"].append(row)
+
+def only(name: str, product: Product, others: Product) -> Product:
+    """`product` for the matrix of this name, `others` for the rest."""
+    return lambda matrix, x: (product if matrix.name == name else others)(matrix, x)
+
+
+def us(layers: list[Layer], x: Tensor, product: Product, replays: int = 15) -> float:
+    """Microseconds a layer."""
+    calls = [lambda layer=layer: run(layer, x, product) for layer in layers]
+    return round(1e3 * time_ms(calls, replays), 2)
+
+
+def check(report: dict, humming: HummingGemm, kernels: Product, layer: Layer, tokens: int) -> None:
+    for name, matrix in layer.items():
+        x = torch.randn(tokens, matrix.packed.shape[1], device=DEVICE).bfloat16()
+        y = humming(x, matrix.packed).double()
+        exact = add_adapter(y, x.double(), matrix.a.double(), matrix.b.double(), MEMBERS[name])
+        if matrix.is_gated:
+            gate, up = exact.chunk(2, dim=1)
+            exact = functional.silu(gate) * up
+        found = error(kernels(matrix, x), exact)
+        print(name, tokens, "error", round(found, 5), flush=True)
+        if not found < 8e-3:
+            report["failures"].append(f"{name} {tokens}: error {found}")
 
 
 def block_diagonal(b: Tensor, members: tuple[int, ...]) -> Tensor:
     """[N, n r]: what a plain product needs."""
-    out = b.new_zeros(b.shape[0], len(members) * RANK)
-    for index, part in enumerate(b.split(members)):
-        start = sum(members[:index])
-        out[start : start + len(part), index * RANK : (index + 1) * RANK] = part
-    return out
+    return torch.block_diag(*b.split(members)).contiguous()
 
 
-def sweep_launches(sets: list, tokens: int, call, base_ms: float) -> dict:
-    """The best launch found by changing one field at a time, and what it adds in microseconds."""
-    chosen = triton_adapter.launch_for
-    best = chosen(tokens, sets[0][0].shape)
+def launches(tokens: int, name: str) -> Iterator[Launch]:
+    """Those that are tried: shrinking first, then growing, each with what is chosen now for the other."""
+    chosen = triton_adapter.launch_for(tokens, MATRICES[name])
+    yield chosen
+    most = max(16, tokens)
+    for splits, (columns, stages), beside in itertools.product(SPLITS, TILES, (True, False)):
+        yield replace(chosen, splits=splits, columns=columns, shrink_stages=stages, beside=beside)
+    for splits, (grow_tokens, rows, warps) in itertools.product(SPLITS, GROWS):
+        if grow_tokens <= most:
+            grown = {"grow_tokens": grow_tokens, "grow_rows": rows, "grow_warps": warps}
+            yield replace(chosen, splits=splits, beside=True, columns=64, shrink_stages=3, **grown)
 
-    def added(launch: triton_adapter.Launch) -> float:
-        triton_adapter.launch_for = lambda *_: launch
-        return 1e3 * (time_ms([lambda s=s: call(*s) for s in sets], replays=9) - base_ms)
 
+def compile_all() -> None:
+    """Every launch once, in several processes: what Triton compiles is kept on disk."""
+    jobs = list(itertools.product(TOKENS, MATRICES, range(2)))
+    with multiprocessing.get_context("spawn").Pool(min(len(jobs), os.cpu_count() or 1)) as pool:
+        pool.starmap(compile_some, jobs)
+
+
+def compile_some(tokens: int, name: str, half: int) -> None:
+    num_rows, num_columns = MATRICES[name]
+    members = MEMBERS[name]
+    x = torch.zeros(tokens, num_columns, dtype=torch.bfloat16, device=DEVICE)
+    a = torch.zeros(len(members) * RANK, num_columns, dtype=torch.bfloat16, device=DEVICE)
+    b = torch.zeros(num_rows, RANK, dtype=torch.bfloat16, device=DEVICE)
+    y = torch.zeros(tokens, num_rows, dtype=torch.bfloat16, device=DEVICE)
+    grow = triton_adapter.grow_gated if name == "gate_up" else triton_adapter.grow
+    for launch in list(launches(tokens, name))[half::2]:
+        try:
+            grow(y, triton_adapter.shrink(x, a, launch), b, members, launch)
+        except Exception as failure:  # one that needs more shared memory than there is
+            print(name, tokens, launch, str(failure)[-80:], file=sys.stderr)
+
+
+def sweep(layers: list[Layer], x: Tensor, name: str, product: Product) -> list[dict]:
+    """Microseconds a layer with each launch for this matrix."""
+    chosen, rows = triton_adapter.launch_for, []
     try:
-        least = added(best)
-        for field, values in FIELDS.items():
-            for value in values:
-                launch = replace(best, **{field: value})
-                if launch == best or (field.endswith("tokens") and value > max(16, tokens)):
-                    continue
-                try:
-                    found = added(launch)
-                except Exception as failure:  # a launch that needs more shared memory than there is
-                    print(launch, str(failure)[-80:], file=sys.stderr)
-                    continue
-                if found < least:
-                    best, least = launch, found
+        for launch in launches(x.shape[0], name):
+            triton_adapter.launch_for = lambda *_, launch=launch: launch
+            try:
+                row = {"us": us(layers, x, product, replays=7)}
+            except Exception as failure:
+                row = {"failure": str(failure)[-80:]}
+            rows.append({"matrix": name, "tokens": x.shape[0], **row, "launch": asdict(launch)})
     finally:
         triton_adapter.launch_for = chosen
-    return {"launch": asdict(best), "us": round(least, 2)}
+    best = sorted((row for row in rows if "us" in row), key=lambda row: row["us"])
+    print(name, x.shape[0], "now", rows[0], "best", best[:3], flush=True)
+    return rows
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ from qerl.quant.packed import PackedWeight
 
 MAX_DECODE_TOKENS = 512
 """Most tokens for which the Triton kernels run: more than that are a prefill, which plain products serve as well."""
-MAX_PARALLEL_TOKENS = 32
-"""Most tokens for which the adapter's first launch runs beside the packed GEMM, on a stream of its own. With more, both fill the GPU."""
 
 
 class AdaptedGemm:
@@ -57,12 +55,12 @@ class AdaptedGemm:
 
         launch = triton_adapter.launch_for(x.shape[0], packed.shape)
         launch = replace(launch, dependent=self.dependent)
-        if x.shape[0] <= MAX_PARALLEL_TOKENS:
+        if launch.beside:
             main = torch.cuda.current_stream(x.device)
             self.side.wait_stream(main)
+            y = self.gemm(x, packed, scale)  # first: its thread blocks are to be placed first
             with torch.cuda.stream(self.side):
                 parts = triton_adapter.shrink(x, a, launch)
-            y = self.gemm(x, packed, scale)
             main.wait_stream(self.side)
         else:
             y = self.gemm(x, packed, scale)

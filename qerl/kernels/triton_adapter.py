@@ -40,6 +40,10 @@ class Launch:
     """Tokens a program"""
     grow_rows: int
     """Rows of B a program; they are one member's"""
+    beside: bool = False
+    """Shrink on a stream of its own, beside the packed product"""
+    shrink_stages: int = 4
+    """Steps over K whose loads are under way at once"""
     shrink_warps: int = 4
     grow_warps: int = 4
     dependent: bool = True
@@ -88,7 +92,7 @@ def shrink(x: Tensor, a: Tensor, launch: Launch) -> Tensor:
         COLUMNS=columns,
         DEPENDENT=launch.dependent,
         num_warps=launch.shrink_warps,
-        num_stages=4,
+        num_stages=launch.shrink_stages,
         launch_pdl=launch.dependent,
     )
     return parts
