@@ -13,8 +13,9 @@ import itertools
 import json
 import multiprocessing
 import os
+import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -33,20 +34,14 @@ from qerl.model.fused import rms_norm, swiglu
 MEMBERS = {"qkv": (5120, 1024, 1024), "o": (5120,), "gate_up": (27648, 27648), "down": (5120,)}
 TOKENS = (8, 64, 256)
 RANK = 32
+PIECES = 4
+"""Processes that compile a sweep's kernels for a matrix and a number of tokens"""
+ROUNDS = 5
 LAYERS = 4
 """0.9 GB: far more than the L2 cache"""
-SPLITS = (1, 2, 4, 8, 16, 32)
-TILES = ((128, 4), (64, 3))
-"""(columns, stages) of shrinking: 128 and 48 KiB of shared memory with 64 tokens"""
-GROWS = (
-    (16, 128, 4),
-    (32, 128, 4),
-    (64, 128, 4),
-    (64, 128, 8),
-    (16, 64, 4),
-    (64, 64, 4),
-    (32, 256, 8),
-)
+SPLITS = (1, 2, 4, 8, 16, 32, 64)
+SHRINK_TOKENS = (16, 32, 64)
+GROWS = ((32, 128, 4), (64, 128, 8), (16, 64, 4), (32, 256, 8))
 """(tokens, rows, warps) of growing"""
 
 
@@ -73,6 +68,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("gpu_adapter: no CUDA GPU here, nothing was measured")
@@ -80,7 +76,7 @@ def main() -> int:
     report: dict = {**description(), "layer_us": {}, "added_us": {}, "sweep": [], "failures": []}
     layers = [random_layer() for _ in range(LAYERS)]
     humming = HummingGemm(DEVICE)
-    humming.prepare([matrix.packed for matrix in layers[0].values()], TOKENS)
+    humming.prepare([matrix.packed for matrix in layers[0].values()], options.tokens)
     adapted = AdaptedGemm(lambda x, packed, _: humming(x, packed), DEVICE, torch.bfloat16)
 
     def base(matrix: Adapted, x: Tensor) -> Tensor:
@@ -97,22 +93,24 @@ def main() -> int:
         return adapted(x, matrix.packed, 1.0, matrix.a, matrix.b, members, gated=matrix.is_gated)
 
     dense = {m.name: block_diagonal(m.b, MEMBERS[m.name]) for m in layers[0].values()}
-    for tokens in TOKENS:
+    for tokens in options.tokens:
         x = torch.randn(tokens, MATRICES["qkv"][1], device=DEVICE).bfloat16()
         check(report, humming, kernels, layers[0], tokens)
-        timed = {
-            name: us(layers, x, p)
-            for name, p in (("base", base), ("plain", plain), ("kernels", kernels))
-        }
-        report["layer_us"][f"m{tokens}"] = timed
+        products = {"base": base, "plain": plain, "kernels": kernels}
+        products |= {name: only(name, kernels, base) for name in MATRICES}
+        timed = {name: [] for name in products}
+        for _ in range(ROUNDS):  # the clock changes with the heat: all of them in turn
+            for name, product in products.items():
+                timed[name].append(us(layers, x, product))
+        medians = {name: round(statistics.median(values), 2) for name, values in timed.items()}
+        report["layer_us"][f"m{tokens}"] = {n: medians[n] for n in ("base", "plain", "kernels")}
         report["added_us"][f"m{tokens}"] = {
-            name: round(us(layers, x, only(name, kernels, base)) - timed["base"], 2)
-            for name in MATRICES
+            n: round(medians[n] - medians["base"], 2) for n in MATRICES
         }
-        print(tokens, json.dumps(timed), json.dumps(report["added_us"][f"m{tokens}"]), flush=True)
+        print(tokens, json.dumps(medians), flush=True)
     if options.sweep:
-        compile_all()
-        for tokens in TOKENS:
+        compile_all(options.tokens)
+        for tokens in options.tokens:
             x = torch.randn(tokens, MATRICES["qkv"][1], device=DEVICE).bfloat16()
             for name in MATRICES:
                 report["sweep"] += sweep(layers, x, name, only(name, kernels, base))
@@ -177,27 +175,34 @@ def block_diagonal(b: Tensor, members: tuple[int, ...]) -> Tensor:
     return torch.block_diag(*b.split(members)).contiguous()
 
 
-def launches(tokens: int, name: str) -> Iterator[Launch]:
-    """Those that are tried: shrinking first, then growing, each with what is chosen now for the other."""
+def launches(tokens: int, name: str) -> list[Launch]:
+    """Those that are tried: what is chosen now, other ways to shrink, and other ways to grow."""
     chosen = triton_adapter.launch_for(tokens, MATRICES[name])
-    yield chosen
     most = max(16, tokens)
-    for splits, (columns, stages), beside in itertools.product(SPLITS, TILES, (True, False)):
-        yield replace(chosen, splits=splits, columns=columns, shrink_stages=stages, beside=beside)
-    for splits, (grow_tokens, rows, warps) in itertools.product(SPLITS, GROWS):
-        if grow_tokens <= most:
-            grown = {"grow_tokens": grow_tokens, "grow_rows": rows, "grow_warps": warps}
-            yield replace(chosen, splits=splits, beside=True, columns=64, shrink_stages=3, **grown)
+    return [
+        chosen,
+        *(
+            replace(chosen, splits=splits, shrink_tokens=shrink_tokens, beside=beside)
+            for splits, shrink_tokens in itertools.product(SPLITS, SHRINK_TOKENS)
+            for beside in (True, False)
+            if shrink_tokens <= most
+        ),
+        *(
+            replace(chosen, grow_tokens=grow_tokens, grow_rows=rows, grow_warps=warps)
+            for grow_tokens, rows, warps in GROWS
+            if grow_tokens <= most
+        ),
+    ]
 
 
-def compile_all() -> None:
+def compile_all(counts: list[int]) -> None:
     """Every launch once, in several processes: what Triton compiles is kept on disk."""
-    jobs = list(itertools.product(TOKENS, MATRICES, range(2)))
+    jobs = list(itertools.product(counts, MATRICES, range(PIECES)))
     with multiprocessing.get_context("spawn").Pool(min(len(jobs), os.cpu_count() or 1)) as pool:
         pool.starmap(compile_some, jobs)
 
 
-def compile_some(tokens: int, name: str, half: int) -> None:
+def compile_some(tokens: int, name: str, piece: int) -> None:
     num_rows, num_columns = MATRICES[name]
     members = MEMBERS[name]
     x = torch.zeros(tokens, num_columns, dtype=torch.bfloat16, device=DEVICE)
@@ -205,7 +210,7 @@ def compile_some(tokens: int, name: str, half: int) -> None:
     b = torch.zeros(num_rows, RANK, dtype=torch.bfloat16, device=DEVICE)
     y = torch.zeros(tokens, num_rows, dtype=torch.bfloat16, device=DEVICE)
     grow = triton_adapter.grow_gated if name == "gate_up" else triton_adapter.grow
-    for launch in list(launches(tokens, name))[half::2]:
+    for launch in launches(tokens, name)[piece::PIECES]:
         try:
             grow(y, triton_adapter.shrink(x, a, launch), b, members, launch)
         except Exception as failure:  # one that needs more shared memory than there is

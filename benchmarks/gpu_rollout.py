@@ -1,10 +1,12 @@
 """Rollout speed on a CUDA GPU: this package's engine against what others use, in one run.
 
-    python benchmarks/gpu_rollout.py --shape 32b [--arms ours bare nf4 marlin bf16] [--batch-sizes 8 64 256]
-    python benchmarks/gpu_rollout.py --shape 32b --layers 8 --arms nf4-bare vllm-bnb --name rollout_bnb
+    python benchmarks/gpu_rollout.py --shape 7b [--arms ours,bare,nf4,bf16,marlin] [--batch-sizes 8 64 256]
+    python benchmarks/gpu_rollout.py --shape 32b --arms ours,bare,nf4 ours,marlin ours,bf16
+    python benchmarks/gpu_rollout.py --shape 32b --layers 8 --arms nf4-bare,vllm-bnb --name rollout_bnb
 
-Each arm is a process of its own with the same prompts, lengths, seeds, concurrency, graph sizes and key/value cache. All start together
-and measure in turn, a number of sequences at a time; with --apart, where memory does not hold all bases, one after the other:
+Each arm is a process of its own with the same prompts, lengths, seeds, concurrency, graph sizes and key/value cache. Arms with commas
+between start together and measure in turn, a number of sequences at a time; ratios are of such arms only. Where memory does not hold
+all bases at once (an H200 holds three of 32B), several groups follow one another:
 
     ours           NVFP4 in Humming's layout, the adapter in the linear, by qerl's engine
     bare           the same without the adapter: what the adapter costs is (ours - bare) / ours
@@ -51,37 +53,55 @@ from qerl.benchmarking.synthetic import SHAPES, write_checkpoint, write_config
 from qerl.quant.layout import build_layout
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="7b")
     parser.add_argument("--layers", type=int, default=0, help="fewer layers than the shape has")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(USUAL_ARMS))
+    parser.add_argument(
+        "--arms", nargs="+", type=arms_of, default=[USUAL_ARMS], metavar="ARM,ARM,..."
+    )
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[8, 64, 256])
     parser.add_argument("--name", default="rollout", help="of the JSON file")
-    parser.add_argument("--apart", action="store_true", help="one base in memory at a time")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("gpu_rollout: no CUDA GPU here, nothing was measured")
-        return
+        return 0
     work = RolloutWork(options.shape, options.layers, tuple(options.batch_sizes))
     report = {
         **describe(default_device()),
         "shape": options.shape,
         "layers": work.config.num_hidden_layers,
         "rows": [],
+        "ratios": {},
         "failures": {},
     }
-    for arms in [[arm] for arm in options.arms] if options.apart else [options.arms]:
+
+    def tell(row: dict) -> None:
+        report["rows"].append({"group": group, **row})
+        report["ratios"] = ratios(report["rows"])
+        print_row(row)
+        write_report(options.name, report)
+
+    for group, arms in enumerate(options.arms):
         jobs = [(measure, (arm, ARMS[arm], work)) for arm in arms]
-        for arm, outcome in zip(arms, measure_in_turn(jobs, tell=print_row), strict=True):
-            report["rows"] += outcome.rows
+        for arm, outcome in zip(arms, measure_in_turn(jobs, tell=tell), strict=True):
             if outcome.failure:
-                report["failures"][arm] = outcome.failure
-    report["ratios"] = ratios(report["rows"])
+                report["failures"][f"{arm}, group {group}"] = outcome.failure
     print(json.dumps(report["ratios"], indent=1), report["failures"])
     write_report(options.name, report)
+    return 1 if report["failures"] else 0
+
+
+def arms_of(text: str) -> list[str]:
+    """The arms of a group. Raises ArgumentTypeError for one that there is not."""
+    arms = text.split(",")
+    if unknown := [arm for arm in arms if arm not in ARMS]:
+        raise argparse.ArgumentTypeError(
+            f"no arm {', '.join(unknown)}; there are {', '.join(ARMS)}"
+        )
+    return arms
 
 
 SPEED_RATIOS = {
@@ -97,20 +117,21 @@ ADAPTER_SHARES = {"adapter_share": ("ours", "bare"), "nf4_adapter_share": ("nf4"
 
 
 def ratios(rows: list[dict]) -> dict[str, float]:
-    """The ratios of all pairs of arms that were measured, by number of sequences."""
-    found = {(row["arm"], row["sequences"]): row for row in rows}
+    """The ratios of all pairs of arms that were measured in turn, by number of sequences; the first group's that has both."""
+    found = {(row["group"], row["arm"], row["sequences"]): row for row in rows}
     result = {}
-    for size in sorted({row["sequences"] for row in rows}):
+    for group, size in sorted({(row["group"], row["sequences"]) for row in rows}):
         for name, arms in (SPEED_RATIOS | ADAPTER_SHARES).items():
-            first, second = (found.get((arm, size)) for arm in arms)
-            if first is None or second is None:
+            first, second = (found.get((group, arm, size)) for arm in arms)
+            if first is None or second is None or f"{name}_b{size}" in result:
                 continue
             if name in SPEED_RATIOS:
                 value = first["tokens_per_s"] / second["tokens_per_s"]
             else:
                 value = (first["step_ms"] - second["step_ms"]) / first["step_ms"]
             result[f"{name}_b{size}"] = round(value, 3)
-    return result
+    copies = [row["base_copies"] for row in rows if row["arm"] == "ours"]
+    return result | ({"base_copies": max(copies)} if copies else {})
 
 
 def start_bare(arm: str, work: RolloutWork) -> RolloutArm:
@@ -250,7 +271,7 @@ ARMS: dict[str, Callable[[str, RolloutWork], RolloutArm]] = {
     "marlin": start_marlin,
     "vllm-bnb": start_vllm_bnb,
 }
-USUAL_ARMS = ("ours", "bare", "nf4", "bf16", "marlin")
+USUAL_ARMS = ["ours", "bare", "nf4", "bf16", "marlin"]
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

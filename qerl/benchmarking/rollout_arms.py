@@ -27,6 +27,8 @@ from qerl.quant.layout import EMBEDDING, HEAD, build_layout
 from qerl.types import GenerationRequest, Sampling
 
 PROMPT, GENERATED, GROUP, RANK, REPEATS = 256, 128, 8, 32, 3
+BLOCK = 16
+"""Tokens of a page of the key/value cache"""
 FORMATS = {
     "ours": "nvfp4",
     "bare": "nvfp4",
@@ -71,9 +73,11 @@ class RolloutWork:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """bf16 keys and values of all sequences, and one more."""
-        a_token = cache_bytes_per_token(self.config)
-        return (self.max_num_seqs + 1) * self.max_model_len * a_token
+        """bf16 keys and values of all completions and of each group's prompt, a tenth more, and one longest sequence."""
+        groups = -(-self.max_num_seqs // GROUP)
+        tokens = self.max_num_seqs * (self.generated + BLOCK) + groups * (self.prompt + BLOCK)
+        tokens = tokens * 11 // 10 + self.max_model_len
+        return tokens * cache_bytes_per_token(self.config)
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,8 @@ class RolloutArm:
     generate: Generate
     step_bytes: Callable[[int, float], int] | None = None
     """(sequences, mean context) -> bytes that a decode step has to read; None: not known"""
+    base_copies: float | None = None
+    """Bytes of the base that trainer and engine hold together, over the base's; None: not known"""
 
 
 StartArm = Callable[[str, RolloutWork], RolloutArm]
@@ -120,6 +126,8 @@ def measure(arm: str, start: StartArm, work: RolloutWork) -> Iterator[Row | None
             row["step_bytes"] = moved
             # A copy reads and writes; its bytes/s count both.
             row["floor_ms"] = round(1e3 * moved / bytes_per_s, 3)
+        if started_arm.base_copies is not None:
+            row["base_copies"] = round(started_arm.base_copies, 6)
         if device.type == "cuda":
             row["reserved_gb"] = round(torch.cuda.max_memory_reserved() / 1e9, 2)
         yield row
@@ -154,7 +162,7 @@ def start_ours(arm: str, work: RolloutWork) -> RolloutArm:
     device = default_device()
     base = random_base(work.config, FORMATS[arm], device)
     policy = Policy(base, LoraConfig(lora_r=RANK, lora_alpha=RANK), model_name="random", seed=0)
-    engine, name = start_engine(policy, work)
+    engine, name, copies = start_engine(policy, work)
 
     def generate(size: int, tokens: int) -> int:
         engine.sync(0, None)
@@ -173,15 +181,15 @@ def start_ours(arm: str, work: RolloutWork) -> RolloutArm:
     def step_bytes(sequences: int, context: float) -> int:
         return weights + head + adapter + round(sequences * context * a_token)
 
-    return RolloutArm(name, generate, step_bytes)
+    return RolloutArm(name, generate, step_bytes, copies)
 
 
-def start_engine(policy: Policy, work: RolloutWork) -> tuple[Engine, str]:
-    """The engine that a training run would take here, sized for the work, and its name with the reason."""
+def start_engine(policy: Policy, work: RolloutWork) -> tuple[Engine, str, float]:
+    """The engine that a training run would take here, sized for the work, its name with the reason, and copies of the base."""
     choice = choose_engine("auto", policy.device, policy.base.format)
     name = f"{choice.name} ({choice.reason})"
     if choice.name == "transformers":
-        return TransformersEngine(policy, work.max_num_seqs), name
+        return TransformersEngine(policy, work.max_num_seqs), name, 1.0
     from qerl.engine import vllm_engine
     from qerl.engine.vllm_arguments import VllmOptions
 
@@ -192,4 +200,6 @@ def start_engine(policy: Policy, work: RolloutWork) -> tuple[Engine, str]:
         max_num_batched_tokens=8192,
         deterministic=work.deterministic,
     )
-    return vllm_engine.VllmEngine(policy, options), name
+    engine = vllm_engine.VllmEngine(policy, options)
+    copies = 1 + sum(engine.holdings.doubled.values()) / engine.holdings.shared
+    return engine, name, copies

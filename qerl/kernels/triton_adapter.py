@@ -42,8 +42,6 @@ class Launch:
     """Rows of B a program; they are one member's"""
     beside: bool = False
     """Shrink on a stream of its own, beside the packed product"""
-    shrink_stages: int = 4
-    """Steps over K whose loads are under way at once"""
     shrink_warps: int = 4
     grow_warps: int = 4
     dependent: bool = True
@@ -53,14 +51,20 @@ class Launch:
 def launch_for(num_tokens: int, shape: tuple[int, int]) -> Launch:
     """How to cut for M tokens and a matrix [N, K]: near the fastest of those tried on an H200 (docs/kernels.md).
 
-    More ranges of K make shrinking faster and growing slower, the more so the more rows and tokens read all parts.
+    Beside the product, shrinking has time: few ranges of K, which make growing fast. It gains nothing where K is long or the product
+    needs the whole GPU. After the product more ranges make it faster, and growing slower, the more so the more rows and tokens
+    read all parts.
     """
     num_rows, num_columns = shape
+    shrink_tokens = min(64, max(_LEAST, triton.next_power_of_2(num_tokens)))
+    few = num_tokens <= 32
+    if num_columns <= 8192 and (few or (num_rows <= 8192 and num_tokens <= 128)):
+        splits = triton.next_power_of_2(triton.cdiv(num_columns, 4096 if few else 2048))
+        return Launch(splits, 128, shrink_tokens, _LEAST, 128, beside=True)
     splits = triton.next_power_of_2(triton.cdiv(num_columns, 1024))
     if num_tokens > 128:
         splits = triton.cdiv(splits, 4)
     splits = max(min(splits, 4), splits if num_rows <= 16384 else 0)
-    shrink_tokens = min(64, max(_LEAST, triton.next_power_of_2(num_tokens)))
     return Launch(splits, 128, shrink_tokens, _LEAST, 128)
 
 
@@ -92,7 +96,7 @@ def shrink(x: Tensor, a: Tensor, launch: Launch) -> Tensor:
         COLUMNS=columns,
         DEPENDENT=launch.dependent,
         num_warps=launch.shrink_warps,
-        num_stages=launch.shrink_stages,
+        num_stages=4,
         launch_pdl=launch.dependent,
     )
     return parts
