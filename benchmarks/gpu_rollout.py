@@ -64,11 +64,17 @@ def main() -> int:
     )
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[8, 64, 256])
     parser.add_argument("--name", default="rollout", help="of the JSON file")
+    parser.add_argument("--profile", action="store_true", help="also list the longest kernels")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("gpu_rollout: no CUDA GPU here, nothing was measured")
         return 0
-    work = RolloutWork(options.shape, options.layers, tuple(options.batch_sizes))
+    work = RolloutWork(
+        options.shape,
+        options.layers,
+        tuple(options.batch_sizes),
+        num_kernels=PROFILED_KERNELS if options.profile else 0,
+    )
     report = {
         **describe(default_device()),
         "shape": options.shape,
@@ -104,6 +110,7 @@ def arms_of(text: str) -> list[str]:
     return arms
 
 
+PROFILED_KERNELS = 25
 SPEED_RATIOS = {
     "rollout_vs_qlora": ("ours", "nf4"),
     "rollout_vs_bf16": ("ours", "bf16"),

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from qerl import bench, bench_step
 from qerl.benchmarking import processes, rollout_arms, summary, update_arms
 from qerl.benchmarking.processes import measure_in_process, measure_in_turn
-from qerl.benchmarking.profile import kind_of, shares
+from qerl.benchmarking.profile import kind_of, less, shares
 from qerl.benchmarking.synthetic import model_config, random_base, write_outline
 from qerl.errors import UserError
 from qerl.quant.base_weights import check_source
@@ -163,6 +163,7 @@ def test_a_rollout_arm_generates_and_knows_what_it_must_read():
     assert started is None and row is not None
     assert row["engine"].startswith("transformers (no GPU")
     assert row["tokens_per_s"] > 0 and sum(row["shares"].values()) == pytest.approx(1, abs=0.01)
+    assert row["kernel_ms"] > 0 and row["base_copies"] == 1
     base = random_base(work.config, "nvfp4", CPU)
     packed = sum(weight.nbytes for weight in base.linears.values())
     head = base.tensors["lm_head.weight"].nbytes
@@ -231,6 +232,19 @@ def test_an_outline_passes_for_a_checkpoint_and_takes_no_room(tmp_path):
 )
 def test_kernels_are_sorted_by_name(kernel, kind):
     assert kind_of(kernel) == kind
+
+
+def test_a_decode_step_is_a_longer_generation_less_its_first_token():
+    long = [
+        {"name": "gemm", "ms": 9.0, "calls": 9},
+        {"name": "step", "ms": 16.0, "calls": 8},
+        {"name": "prefill", "ms": 50.0, "calls": 3},
+    ]
+    first = [{"name": "prefill", "ms": 49.0, "calls": 3}, {"name": "gemm", "ms": 1.5, "calls": 1}]
+    assert less(long, first) == [
+        {"name": "step", "ms": 16.0, "calls": 8},
+        {"name": "gemm", "ms": 7.5, "calls": 8},
+    ]
 
 
 def test_shares_add_up():

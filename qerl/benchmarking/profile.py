@@ -41,6 +41,20 @@ def kernel_times(work: Callable[[], Any], device: torch.device) -> list[dict[str
     return sorted((row for row in rows if row["ms"]), key=lambda row: -row["ms"])
 
 
+def less(
+    kernels: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Kernels of a longer piece of work without those of a shorter one that it begins with, longest first."""
+    known = {other["name"]: other for other in others}
+    rows = []
+    for kernel in kernels:
+        other = known.get(kernel["name"], {"ms": 0.0, "calls": 0})
+        ms, calls = kernel["ms"] - other["ms"], kernel["calls"] - other["calls"]
+        if ms > 0 and calls > 0:
+            rows.append({"ms": round(ms, 3), "calls": calls, "name": kernel["name"]})
+    return sorted(rows, key=lambda row: -row["ms"])
+
+
 def shares(kernels: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Share of kernel time by kind, the greatest first."""
     sums: dict[str, float] = {}

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from qerl.benchmarking.device import default_device, finish
 from qerl.benchmarking.processes import Row
-from qerl.benchmarking.profile import kernel_times, shares
+from qerl.benchmarking.profile import kernel_times, less, shares
 from qerl.benchmarking.synthetic import compute_dtype, model_config, random_base
 from qerl.config import LoraConfig
 from qerl.engine.base import Engine
@@ -27,6 +27,8 @@ from qerl.quant.layout import EMBEDDING, HEAD, build_layout
 from qerl.types import GenerationRequest, Sampling
 
 PROMPT, GENERATED, GROUP, RANK, REPEATS = 256, 128, 8, 32, 3
+PROFILED = 8
+"""Decode steps whose kernels are counted"""
 BLOCK = 16
 """Tokens of a page of the key/value cache"""
 FORMATS = {
@@ -55,6 +57,8 @@ class RolloutWork:
     generated: int = GENERATED
     deterministic: bool = False
     """Of this package's vLLM engine (qerl.determinism)"""
+    num_kernels: int = 0
+    """Longest kernels of a decode step to list"""
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -97,7 +101,10 @@ StartArm = Callable[[str, RolloutWork], RolloutArm]
 
 
 def measure(arm: str, start: StartArm, work: RolloutWork) -> Iterator[Row | None]:
-    """None when it has started; a row for each number of sequences: tokens_per_s with prefill, step_ms, floor_ms, shares of kernel time."""
+    """None when it has started; then a row for each number of sequences.
+
+    tokens_per_s with prefill; step_ms of a decode step, kernel_ms of it in which the device was busy, with shares by kind; floor_ms.
+    """
     device = default_device()
     started = time.perf_counter()
     started_arm = start(arm, work)
@@ -119,8 +126,19 @@ def measure(arm: str, start: StartArm, work: RolloutWork) -> Iterator[Row | None
             "step_ms": round(1e3 * (total - prefill) / (work.generated - 1), 3),
             "prefill_s": round(prefill, 3),
             "start_s": start_s,
-            "shares": shares(kernel_times(lambda size=size: generate(size, 16), device)),
         }
+        long, short = (
+            kernel_times(lambda size=size, tokens=tokens: generate(size, tokens), device)
+            for tokens in (PROFILED + 1, 1)
+        )
+        kernels = less(long, short)
+        row["kernel_ms"] = round(sum(kernel["ms"] for kernel in kernels) / PROFILED, 3)
+        row["shares"] = shares(kernels)
+        if work.num_kernels:
+            row["kernels"] = [
+                {**kernel, "ms": round(kernel["ms"] / PROFILED, 3)}
+                for kernel in kernels[: work.num_kernels]
+            ]
         if started_arm.step_bytes is not None:
             moved = started_arm.step_bytes(size, work.prompt + work.generated / 2)
             row["step_bytes"] = moved

@@ -1,7 +1,7 @@
 """A packed product with its LoRA adapter: y = x W^T + (x A^T) B^T for each member of a fused matrix, and MLP gating on top.
 
-`AdaptedGemm` is what an engine's linear calls. Below `MAX_DECODE_TOKENS` on a GPU the adapter runs in two Triton launches beside
-the packed GEMM (triton_adapter.py); else, and on a CPU, as plain matrix products.
+`AdaptedGemm` is what an engine's linear calls. On a GPU two launches beside the packed GEMM do the adapter (triton_adapter.py): one for
+x A^T, a plain product above `MAX_SHRINK_TOKENS`, and one for all the rest, gating included. On a CPU they are plain matrix products.
 """
 
 from dataclasses import replace
@@ -13,8 +13,8 @@ from torch.nn import functional
 from qerl.kernels import Gemm
 from qerl.quant.packed import PackedWeight
 
-MAX_DECODE_TOKENS = 512
-"""Most tokens for which the Triton kernels run: more than that are a prefill, which plain products serve as well."""
+MAX_SHRINK_TOKENS = 512
+"""Most tokens for which Triton's shrinking runs: more are a prefill, which a plain product serves as well."""
 
 
 class AdaptedGemm:
@@ -48,14 +48,18 @@ class AdaptedGemm:
             b: [N, r]: their B, likewise, the adapter's scaling in it.
             member_rows: N_i.
         """
-        if self.side is None or not 0 < x.shape[0] <= MAX_DECODE_TOKENS:
+        num_tokens = x.shape[0]
+        if self.side is None or not num_tokens:
             y = add_adapter(self.gemm(x, packed, scale), x, a, b, member_rows)
             return gate(y) if gated else y
         from qerl.kernels import triton_adapter
 
-        launch = triton_adapter.launch_for(x.shape[0], packed.shape)
+        launch = triton_adapter.launch_for(num_tokens, packed.shape)
         launch = replace(launch, dependent=self.dependent)
-        if launch.beside:
+        if num_tokens > MAX_SHRINK_TOKENS:
+            y = self.gemm(x, packed, scale)
+            parts = (x @ a.t()).float().unsqueeze(0)
+        elif launch.beside:
             main = torch.cuda.current_stream(x.device)
             self.side.wait_stream(main)
             y = self.gemm(x, packed, scale)  # first: its thread blocks are to be placed first

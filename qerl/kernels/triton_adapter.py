@@ -1,6 +1,6 @@
-"""Triton kernels for a LoRA adapter beside a packed product, for the few tokens of a decode step: y += (x A^T) B^T.
+"""Triton kernels for a LoRA adapter beside a packed product: y += (x A^T) B^T.
 
-At such sizes an adapter costs launches and latency, not bytes. Two launches do all of it for a fused matrix of up to three
+With the few tokens of a decode step an adapter costs launches and latency, not bytes. Two launches do all of it for a fused matrix of up to three
 members (q, k, v), each with its own A_i [r, K] and B_i [N_i, r]:
 
     shrink   parts[s] = x[:, K_s] A[:, K_s]^T        [S, M, n r] fp32: K is cut into S ranges, so that many SMs read
@@ -8,7 +8,7 @@ members (q, k, v), each with its own A_i [r, K] and B_i [N_i, r]:
 
 A = [A_1; ...] is stacked, B = [B_1; ...] too: [N, r], not block-diagonal, so nothing is multiplied with zeros. Parts are
 added in a fixed order: the result is the same at every call, and the sum over K is rounded to bf16 once, as in PEFT.
-`grow_gated` finishes an MLP's gate and up in the same launch, silu(gate) * up, and saves a pass over both.
+`grow_gated` finishes an MLP's gate and up in the same launch, silu(gate) * up, and saves a pass over both; so growing serves a prefill too.
 
 Both launches are programmatic dependents (PDL) where asked: their grids are set up while the kernel before them ends.
 """
@@ -56,6 +56,8 @@ def launch_for(num_tokens: int, shape: tuple[int, int]) -> Launch:
     read all parts.
     """
     num_rows, num_columns = shape
+    if num_tokens > 512:
+        return Launch(1, 128, 64, 64, 128, grow_warps=8)
     shrink_tokens = min(64, max(_LEAST, triton.next_power_of_2(num_tokens)))
     few = num_tokens <= 32
     if num_columns <= 8192 and (few or (num_rows <= 8192 and num_tokens <= 128)):
