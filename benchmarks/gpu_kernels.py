@@ -1,10 +1,12 @@
 """Kernels on a CUDA GPU at the four matrices of a 32B layer: right against float64, then timed.
 
     python benchmarks/gpu_kernels.py [--sweep] [--only expand gemm]
+    python benchmarks/gpu_kernels.py --only tiles
 
 * Layout: Humming's own packing against `humming_layout.pack`, byte for byte, for both instructions; writes golden bytes.
 * Expansion: bytes read and written over time, as a share of the best copy of the same run.
 * GEMM: Humming on packed weights against cuBLAS on dense bf16, and against expanding first.
+* Tiles, if asked: other tiles than Humming's heuristic takes.
 
 Cache-cold: calls rotate over enough buffers to evict the L2 cache, inside one CUDA graph, so launches cost nothing.
 Every output is filled with NaN before it is checked. Writes kernels.json and humming_*.txt into $OUT, or into
@@ -12,11 +14,13 @@ benchmarks/results. Needs torch with CUDA, triton, humming-kernels 0.1.10 and py
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -29,7 +33,14 @@ from torch import Tensor
 from qerl.benchmarking.device import describe
 from qerl.errors import UserError
 from qerl.kernels import expand, triton_expand
-from qerl.kernels.gemm import HummingGemm, check_layout, pack_with_humming, probe_matrix
+from qerl.kernels.gemm import (
+    Configs,
+    HummingGemm,
+    check_layout,
+    compile_kernels,
+    pack_with_humming,
+    probe_matrix,
+)
 from qerl.kernels.humming_layout import HummingWeight, Mma, mma_of, pack
 from qerl.quant.nvfp4 import E2M1_VALUES, Nvfp4Weight
 
@@ -61,6 +72,52 @@ NVFP4_SWEEP = (
     (32, 16, 4),
     (32, 8, 4),
 )
+WIDE = {"block_shape": (128, 256, 64), "warp_shape": (128, 32, 64)}
+TILE_CHANGES = {
+    64: (
+        {"num_stages": 3},
+        {"num_stages": 5},
+        {"num_stages": 6},
+        {"block_shape": (64, 128, 64), "warp_shape": (64, 32, 64)},
+        {"block_shape": (64, 128, 128), "warp_shape": (64, 32, 64)},
+        {"block_shape": (64, 128, 128), "warp_shape": (64, 32, 128)},
+        {"block_shape": (64, 256, 128), "warp_shape": (64, 32, 128)},
+        {"block_shape": (64, 256, 128), "warp_shape": (64, 32, 128), "num_stages": 3},
+        {"block_shape": (32, 256, 128), "warp_shape": (32, 32, 64)},
+        {"use_warp_spec": False},
+        {"block_shape": (64, 128, 64), "warp_shape": (64, 32, 64), "num_ctas_per_sm": 2},
+    ),
+    256: (
+        {"num_stages": 3},
+        {"num_stages": 5},
+        {"num_stages": 6},
+        {"block_shape": (128, 256, 128), "warp_shape": (128, 32, 128), "num_stages": 3},
+        {"block_shape": (128, 256, 128), "warp_shape": (128, 32, 64), "num_stages": 3},
+        {"block_shape": (128, 128, 64), "warp_shape": (128, 32, 64)},
+        {"block_shape": (128, 128, 128), "warp_shape": (128, 32, 128)},
+        {"block_shape": (128, 128, 128), "warp_shape": (128, 32, 64)},
+        {"block_shape": (256, 128, 64), "warp_shape": (128, 32, 64)},
+        {"block_shape": (256, 128, 64), "warp_shape": (128, 32, 64), "num_stages": 3},
+        {"block_shape": (128, 256, 64), "warp_shape": (64, 64, 64)},
+        {"block_shape": (88, 256, 64), "warp_shape": (88, 32, 64)},
+        {"block_shape": (64, 256, 64), "warp_shape": (64, 32, 64)},
+        {"block_shape": (176, 256, 64), "warp_shape": (176, 32, 64)},
+        {"use_warp_spec": False},
+        {"use_stream_k": False},
+        {"num_write_splits": 2},
+    ),
+    8192: (
+        {"num_stages": 3},
+        {"num_stages": 5},
+        {**WIDE},
+        {"block_shape": (128, 256, 128), "warp_shape": (128, 32, 128), "num_stages": 3},
+        {"block_shape": (160, 256, 64), "warp_shape": (160, 32, 64)},
+        {"block_shape": (192, 256, 64), "warp_shape": (192, 32, 64)},
+        {"block_shape": (256, 128, 64), "warp_shape": (128, 32, 64)},
+        {"use_stream_k": False},
+    ),
+}
+"""Changes to the heuristic's choice, by number of tokens"""
 COPY_BYTES = (2**28, 2**30, 2**31)
 ROUNDED_ONCE = 2.5e-3
 """Relative error allowed to sums in fp32 that are rounded to bf16 once; 0.0017 is usual."""
@@ -79,7 +136,7 @@ def main() -> int:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=["layout", "expand", "gemm"],
+        choices=["layout", "expand", "gemm", "tiles"],
         default=["layout", "expand", "gemm"],
     )
     options = parser.parse_args()
@@ -89,7 +146,12 @@ def main() -> int:
     folder = results_folder()
     torch.manual_seed(0)
     result = {"rows": [], "ratios": {}, "failures": [], **description()}
-    sections = {"layout": bench_layout, "expand": bench_expand, "gemm": bench_gemm}
+    sections = {
+        "layout": bench_layout,
+        "expand": bench_expand,
+        "gemm": bench_gemm,
+        "tiles": bench_tiles,
+    }
     for name in options.only:
         started = time.time()
         sections[name](result, folder, options.sweep)
@@ -388,6 +450,63 @@ def bench_matrix(
     least = first_rows[TOKENS[0]]
     invariant = {tokens: torch.equal(rows, least) for tokens, rows in first_rows.items()}
     add(result, {"kind": "batch_invariance", "matrix": name, "equal_to_8_tokens": invariant})
+
+
+def multiply(
+    x: Tensor, weight: HummingWeight, configs: Configs, locks: Tensor, out: Tensor
+) -> Tensor:
+    """`HummingGemm` with other tiles."""
+    return torch.ops.humming.humming_gemm(
+        *configs,
+        x,
+        weight.codes,
+        outputs=out,
+        weight_scale=weight.block_scales,
+        global_scale=weight.dequant_scale,
+        locks=locks,
+    )
+
+
+def bench_tiles(result: dict, folder: Path, sweep: bool) -> None:
+    """Every change of `TILE_CHANGES` to the heuristic's tiles, on each matrix: error, and milliseconds beside the heuristic's."""
+    gemm = HummingGemm(DEVICE)
+    weights = {
+        name: pack(random_weight(*shape), mma_of(DEVICE)) for name, shape in MATRICES.items()
+    }
+    tried: dict[tuple[str, int], dict[str, Configs]] = {}
+    for (name, weight), tokens in itertools.product(weights.items(), TILE_CHANGES):
+        layer, compute, tuning = gemm.configs(weight, tokens)
+        changed = {
+            json.dumps(change): (layer, compute, json.dumps(json.loads(tuning) | change))
+            for change in ({}, *TILE_CHANGES[tokens])
+        }
+        tried[name, tokens] = changed
+    failures = compile_kernels({c for found in tried.values() for c in found.values()}, DEVICE)
+    for (name, tokens), changed in tried.items():
+        weight = weights[name]
+        x = torch.randn(tokens, weight.shape[1], device=DEVICE).bfloat16()
+        exact = x.double() @ expand(weight, torch.float64).t() * weight.dequant_scale.double()
+        sets = [copy_of(weight) for _ in range(num_sets(weight.nbytes))]
+        out = torch.empty(tokens, weight.shape[0], dtype=torch.bfloat16, device=DEVICE)
+        best = {"ms": float("inf")}
+        for change, configs in changed.items():
+            row = {"kind": "tiles", "matrix": name, "tokens": tokens, "change": change}
+            if configs in failures:
+                row["failure"] = str(failures[configs])[-200:]
+            else:
+                calls = [partial(multiply, x, w, configs, gemm.locks, out) for w in sets]
+                try:
+                    out.fill_(float("nan"))
+                    multiply(x, weight, configs, gemm.locks, out)
+                    row |= {"error": error(out, exact), "ms": round(time_ms(calls), 4)}
+                except RuntimeError as failure:
+                    row["failure"] = str(failure)[-200:]
+            if row.get("error", 1) < ROUNDED_PARTS and row["ms"] < best["ms"]:
+                best = row
+            result["rows"].append(row)
+            if change == "{}":
+                usual = row
+        print("tiles", name, tokens, "heuristic", usual["ms"], "best", json.dumps(best), flush=True)
 
 
 def check_other_sizes(result: dict) -> None:

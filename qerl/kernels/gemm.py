@@ -40,6 +40,8 @@ SUPPORTED_VERSION = "0.1.10"
 _NUM_LOCKS = 1024
 """As in Humming's own layer: more than thread blocks of a launch can be split over."""
 _PROBE_SHAPE = (256, 256)
+Configs = tuple[str, str, str]
+"""Humming's configurations of a call as JSON: of the matrix, of the arithmetic, and its tiles"""
 
 
 class HummingGemm:
@@ -68,7 +70,7 @@ class HummingGemm:
             )
         if not x.shape[0]:
             return x.new_empty(0, weight.shape[0])
-        layer, compute, tuning = self._configs(weight, x.shape[0])
+        layer, compute, tuning = self.configs(weight, x.shape[0])
         return torch.ops.humming.humming_gemm(
             layer,
             compute,
@@ -86,26 +88,14 @@ class HummingGemm:
 
         Raises UserError as a call would.
         """
-        from humming.kernel.humming import HummingKernel
-
         shapes = {(weight.shape, weight.mma): weight for weight in weights}
         counts = sorted({_rounded(tokens) for tokens in token_counts})
-        todo = {self._configs(weight, tokens) for weight in shapes.values() for tokens in counts}
-        arguments = []
-        for parts in sorted(todo):
-            merged = {key: value for part in parts for key, value in json.loads(part).items()}
-            merged.pop("num_sms", None)  # a launch argument that some heuristics add
-            merged.pop("sublayer_name")
-            arguments.append(merged)
-        device = self.locks.device
-        with ThreadPoolExecutor(
-            os.cpu_count(), initializer=torch.cuda.set_device, initargs=(device,)
-        ) as pool:
-            kernels = list(pool.map(lambda keywords: HummingKernel(**keywords), arguments))
-        for kernel in kernels:
-            kernel.load_cubin()  # only the main thread may
+        configs = {self.configs(weight, tokens) for weight in shapes.values() for tokens in counts}
+        for error in compile_kernels(configs, self.locks.device).values():
+            raise error
 
-    def _configs(self, weight: HummingWeight, num_tokens: int) -> tuple[str, str, str]:
+    def configs(self, weight: HummingWeight, num_tokens: int) -> Configs:
+        """What Humming is called with for so many tokens."""
         return _configs(
             weight.shape,
             weight.stored_shape,
@@ -113,6 +103,33 @@ class HummingGemm:
             self.batch_invariant,
             _rounded(num_tokens),
         )
+
+
+def compile_kernels(configs: Iterable[Configs], device: torch.device) -> dict[Configs, Exception]:
+    """Compile many kernels at a time and load them. Returns those that Humming cannot make, and what it raised."""
+    from humming.kernel.humming import HummingKernel
+
+    def compiled(parts: Configs) -> HummingKernel | Exception:
+        merged = {key: value for part in parts for key, value in json.loads(part).items()}
+        merged.pop("num_sms", None)  # a launch argument that some heuristics add
+        merged.pop("sublayer_name")
+        try:
+            return HummingKernel(**merged)
+        except Exception as error:  # whatever its checks or its compiler raise
+            return error
+
+    ordered = sorted(configs)
+    with ThreadPoolExecutor(
+        os.cpu_count(), initializer=torch.cuda.set_device, initargs=(device,)
+    ) as pool:
+        results = dict(zip(ordered, pool.map(compiled, ordered), strict=True))
+    failures: dict[Configs, Exception] = {}
+    for parts, found in results.items():
+        if isinstance(found, Exception):
+            failures[parts] = found
+        else:
+            found.load_cubin()  # only the main thread may
+    return failures
 
 
 def require_humming() -> str:
@@ -222,8 +239,8 @@ def _configs(
     mma: Mma,
     batch_invariant: bool,
     num_tokens: int,
-) -> tuple[str, str, str]:
-    """Humming's three configurations of a call as JSON: of the matrix, of the arithmetic, and its heuristic's tiles.
+) -> Configs:
+    """The configurations with its heuristic's tiles.
 
     Two of the heuristic's choices are not taken. Sharing tiles of activations inside a cluster (`multi_cast_size_a`, from four
     tiles of tokens up) gave wrong sums that differed from call to call. And MMA has no instruction for 8 rows.
