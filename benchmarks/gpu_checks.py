@@ -430,9 +430,8 @@ def main() -> int:
                 found = getattr(checks, section)()
             except Exception as error:  # the other sections are still worth their time
                 found = {"passed": False, "failure": f"{type(error).__name__}: {error}"}
-                print(
-                    checks.log.read_text()[-6000:] if checks.log.exists() else "", file=sys.stderr
-                )
+            if not found["passed"] and checks.log.exists():
+                print(checks.log.read_text()[-6000:], file=sys.stderr)
             report[section] = {**found, "seconds": round(time.monotonic() - began, 1)}
             print(section, json.dumps(report[section]), flush=True)
             write_report("checks", report)

@@ -190,7 +190,7 @@ def test_preset(name):
                 assert getattr(getattr(defaults, section), leaf) != value, f"{section}.{leaf}"
     base = name.endswith("-base")
     assert base != config.model.endswith("-Instruct") or name.startswith(
-        ("qwen3", "quickstart", "smollm2-s")
+        ("qwen3", "quickstart", "smollm2-sums", "smollm2-needle")
     )
 
 
