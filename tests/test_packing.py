@@ -1,7 +1,9 @@
+import pytest
 import torch
 from helpers import make_rollout, pack_items
 
 from qerl.model.attention import PackedLayout
+from qerl.model.packing import group_tokens
 from qerl.types import Row
 
 
@@ -71,3 +73,12 @@ def test_long_completions_repeat_the_prompt_and_budgets_hold():
     group = [make_rollout(10, 5, seed=i, prompt_ids=tuple(range(10))) for i in range(6)]
     batches = pack_items(group, share=True, budget=25)
     assert [b.rows for b in batches] == [(Row(10, (4, 4, 4)),), (Row(10, (4, 4, 4)),)]
+
+
+@pytest.mark.parametrize(("prompt", "completion"), [(10, 5), (40, 100), (3, 60), (1, 300)])
+def test_the_tokens_of_a_group_are_foreseen(prompt, completion):
+    group = [
+        make_rollout(prompt, completion, seed=i, prompt_ids=tuple(range(prompt))) for i in range(6)
+    ]
+    (batch,) = pack_items(group, share=True, budget=10**6)
+    assert group_tokens(prompt, completion, 6, 64) == len(batch.token_ids)

@@ -189,6 +189,18 @@ def test_the_plan_prints_every_part(tmp_path):
     assert "8 prompts x 8 completions = 64 of up to 512 tokens (65,536 with prompts)" in text
 
 
+def test_the_time_counts_what_is_computed(tmp_path):
+    def update_s(**settings):
+        return plan_of(tmp_path, memory_gib=80.0, **settings).update_s
+
+    usual = update_s()
+    assert (
+        update_s(train={"share_prompts": False}) > 1.4 * usual
+    )  # 512 of 1,024 tokens are a prompt
+    assert update_s(algo={"num_iterations": 2}) > 2 * usual
+    assert 1.2 * usual < update_s(algo={"beta": 0.1}) < 1.6 * usual
+
+
 def test_the_message_names_what_to_lower_and_the_least_that_would_do(tmp_path):
     settings = {"train": {"max_tokens_per_microbatch": 65536}}
     full = plan_of(tmp_path, **settings)

@@ -48,15 +48,33 @@ class _Group:
     num_tokens: int
 
     def joins(self, item: Item, hidden_size: int) -> bool:
-        """Whether sharing the row's prompt is cheaper than repeating it, in FLOPs of one layer.
-
-        Repeating P prompt tokens costs about 24 P H^2 in the linears; letting c more tokens attend to and be seen by a
-        row of L tokens costs 2 L c pairs of 4 H.
-        """
+        """Whether the item has the row's prompt, and sharing it pays."""
         prompt_ids = self.items[0].rollout.prompt_ids
         if item.rollout.prompt_ids != prompt_ids:
             return False
-        return self.num_tokens * item.num_fed <= 3 * hidden_size * len(prompt_ids)
+        return _sharing_pays(self.num_tokens, item.num_fed, len(prompt_ids), hidden_size)
+
+
+def _sharing_pays(row_tokens: int, num_fed: int, prompt_tokens: int, hidden_size: int) -> bool:
+    """Whether sharing a row's prompt is cheaper than repeating it, in FLOPs of one layer.
+
+    Repeating P prompt tokens costs about 24 P H^2 in the linears; letting c more tokens attend to and be seen by a
+    row of L tokens costs 2 L c pairs of 4 H.
+    """
+    return row_tokens * num_fed <= 3 * hidden_size * prompt_tokens
+
+
+def group_tokens(
+    prompt_tokens: int, completion_tokens: int, num_completions: int, hidden_size: int
+) -> int:
+    """Tokens of a group with equal completions when its prompt is shared wherever that pays."""
+    num_fed = completion_tokens - 1
+    total = row = prompt_tokens + num_fed
+    for _ in range(num_completions - 1):
+        shared = _sharing_pays(row, num_fed, prompt_tokens, hidden_size)
+        added = num_fed if shared else prompt_tokens + num_fed
+        total, row = total + added, row + added if shared else added
+    return total
 
 
 @dataclass

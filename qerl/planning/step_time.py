@@ -2,7 +2,8 @@
 
 Measured are matrix products (FLOP/s) and copies (bytes/s); for a GPU that is not here, an H100's are assumed. A weight costs
 2 FLOPs a token forward and 2 backward (only dX: the base is frozen), 2 more where layers are recomputed, the last matrix of
-each aside; the head costs three products, for its logits are computed again in backward.
+each aside; the head costs three products, for its logits are computed again in backward. A group's prompt counts once where the
+update shares it. Sequences that are left out, for their advantage is 0, are not foreseen.
 
 A decode step of the transformers engine is bound by whichever is slower, the products of its rows or moving the weights. In
 vLLM's both add up, for the packed GEMM does not hide one behind the other, and each layer has a price of its own: with 0.15 ms a
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from qerl.config import Config
+from qerl.model.packing import group_tokens
 from qerl.planning.footprint import microbatch_tokens, packed_bytes, recomputed_layers
 from qerl.planning.sizes import Place, Sizes, dims_of
 from qerl.quant.layout import Layout
@@ -91,14 +93,24 @@ def estimate_step_s(
     prefill = 2 * linear * config.rollout.prompts_per_step * place.longest_prompt
     rollout_s = math.ceil(completions / rows) * length * decode_step + prefill / speed.flops_per_s
 
-    tokens = completions * (place.longest_prompt + length)
+    samples = config.rollout.num_generations
+    if config.train.share_prompts:
+        of_group = group_tokens(place.longest_prompt, length, samples, dims.hidden)
+    else:
+        of_group = samples * (place.longest_prompt + length)
+    tokens = config.rollout.prompts_per_step * of_group
+    algo = config.algo
+    # Log-probs of the rollout weights and of the reference, where a setting needs them: a forward pass each.
+    scored = (algo.num_updates > 1) + (algo.beta > 0)
     recomputed = recomputed_layers(config, dims.num_layers, place.device_type, sizes)
     again = 2 * (linear - dims.num_layers * dims.hidden * dims.intermediate)
-    flops = (4 * linear + again * recomputed / dims.num_layers) * tokens
-    flops += 6 * head * completions * length
+    trained = 4 * linear + again * recomputed / dims.num_layers
+    flops = (algo.num_iterations * trained + scored * 2 * linear) * tokens
+    flops += (algo.num_iterations * 6 + scored * 2) * head * completions * length
     a_microbatch = microbatch_tokens(config, place.longest_prompt, sizes.max_tokens_per_microbatch)
     # Forward and backward expand every matrix; recomputation shares backward's.
-    expansions = math.ceil(tokens / a_microbatch) * 2 * linear * c / speed.bytes_per_s
+    passes = 2 * algo.num_iterations + scored
+    expansions = math.ceil(tokens / a_microbatch) * passes * linear * c / speed.bytes_per_s
     return rollout_s, flops / speed.flops_per_s + expansions
 
 
