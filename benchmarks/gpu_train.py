@@ -85,7 +85,7 @@ def main() -> int:
         assert ballast.stdout is not None
         print(ballast.stdout.readline(), end="", flush=True)
         started = time.time()
-        exit_code = subprocess.run(command, check=False).returncode
+        exit_code, said = run(command)
         seconds = time.time() - started
     finally:
         ballast.kill()
@@ -97,11 +97,28 @@ def main() -> int:
         "seconds": round(seconds, 1),
         "cap_bytes": options.cap_bytes,
         "peak_bytes": start - least,
+        "said": said,
         **read_run(run_dir),
     }
     write_report(f"train_{options.shape}_{context}_{options.cap_bytes / 1e9:.0f}gb", report)
     print(json.dumps({k: v for k, v in report.items() if k != "steps"}, indent=1))
     return exit_code
+
+
+SAID = ("vLLM shares", "vLLM started", "parity", "the longest microbatch", "step ")
+"""How the lines of a run begin that are kept"""
+
+
+def run(command: list[str]) -> tuple[int, dict[str, float]]:
+    """Run it and show what it prints. Returns the exit code, and the second at which each line of `SAID` came."""
+    started, said = time.time(), {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if line.startswith(SAID):
+                said[line.strip()] = round(time.time() - started, 1)
+    return process.returncode, said
 
 
 WRITE = f"""
