@@ -4,8 +4,6 @@ What an arm measures is a generator of rows; they come over a pipe as they are f
 """
 
 import multiprocessing
-import os
-import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -13,6 +11,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from qerl.child_process import ending, print_to
 
 Row = dict[str, Any]
 Measure = Callable[..., Iterator[Row | None]]
@@ -85,7 +85,7 @@ class _Child:
             message = self.connection.recv()
         except EOFError:
             self.process.join(_FAREWELL_S)
-            message = _Ended(f"its process ended with {_ending(self.process.exitcode)}")
+            message = _Ended(f"its process ended with {ending(self.process.exitcode)}")
         if isinstance(message, _Ended):
             self.ended, self.failure = True, message.failure
             self.end()
@@ -114,9 +114,7 @@ class _Ended:
 
 def _main(measure: Measure, arguments: tuple, connection: Connection, log: Path | None) -> None:
     if log is not None:
-        with log.open("ab", buffering=0) as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
+        print_to(log)
     try:
         for row in measure(*arguments):
             connection.send(row)
@@ -127,9 +125,3 @@ def _main(measure: Measure, arguments: tuple, connection: Connection, log: Path 
         connection.send(_Ended(failure))
     else:
         connection.send(_Ended(None))
-
-
-def _ending(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        return signal.Signals(-exit_code).name
-    return f"exit code {exit_code}"

@@ -5,8 +5,6 @@ was, and what it found itself. Findings come over a pipe, the name of each befor
 """
 
 import multiprocessing
-import os
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +14,7 @@ from pathlib import Path
 
 from qerl.checkup.finding import Check
 from qerl.checkup.machine import Driver
+from qerl.child_process import ending, print_to
 
 _START = "start of torch"
 """What the child is doing before its first message"""
@@ -38,7 +37,7 @@ def run_in_child(work: Work, seconds: float, tell: Callable[[Check], None]) -> N
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="qerl-doctor-") as folder:
         log = Path(folder, "output")
-        process = context.Process(target=_main, args=(work, theirs, str(log)), daemon=False)
+        process = context.Process(target=_main, args=(work, theirs, log), daemon=False)
         process.start()
         theirs.close()
         try:
@@ -63,7 +62,7 @@ def _findings(process: BaseProcess, ours: Connection, seconds: float, log: Path)
             message = ours.recv()
         except (EOFError, OSError):
             process.join(_FAREWELL_S)
-            found = f"its process ended with {_ending(process.exitcode)}; {_last_line(log)}"
+            found = f"its process ended with {ending(process.exitcode)}; {_last_line(log)}"
             yield Check(doing, "FAILED", found, "open an issue with the block below")
             return
         if message is None:
@@ -74,19 +73,11 @@ def _findings(process: BaseProcess, ours: Connection, seconds: float, log: Path)
             yield message
 
 
-def _main(work: Work, connection: Connection, log: str) -> None:
+def _main(work: Work, connection: Connection, log: Path) -> None:
     """In the child: what libraries print goes to a file; `None` over the pipe says that all was done."""
-    with open(log, "wb", buffering=0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    print_to(log)
     work(connection)
     connection.send(None)
-
-
-def _ending(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        return signal.Signals(-exit_code).name
-    return f"exit code {exit_code}"
 
 
 def _last_line(log: Path) -> str:

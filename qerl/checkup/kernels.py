@@ -26,6 +26,8 @@ from qerl.checkup.place import (
 from qerl.checkup.reference import relative_error
 from qerl.kernels import humming_layout
 from qerl.kernels.adapter import add_adapter, gate
+from qerl.model.logprobs import chunked_logprobs
+from qerl.model.offload import HostStore
 from qerl.quant.nvfp4 import Nvfp4Weight, pack_nvfp4
 from qerl.quant.packed import PackedWeight
 
@@ -44,6 +46,8 @@ def kernel_checks(device: torch.device, *, humming: bool) -> list[tuple[str, Cal
         ("NF4 values", check_nf4_values),
         ("NF4 product", check_nf4_product),
         ("adapter, plain", check_plain_adapter),
+        ("head", check_head),
+        ("inputs in host memory", check_host_store),
     ]
     if place.on_gpu:
         chosen += [
@@ -164,3 +168,36 @@ def _same(one: Nvfp4Weight, other: Nvfp4Weight) -> bool:
         torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
         for a, b in pairs
     )
+
+
+def check_head(place: Place) -> Check:
+    """The trainer's log-probabilities and entropies from hidden states, and their gradient."""
+    tokens, width, vocabulary, temperature = 300, 256, 1000, 0.7
+    hidden = place.randn(tokens, width).requires_grad_()
+    head = place.randn(vocabulary, width, seed=2) * width**-0.5
+    targets = torch.arange(tokens, device=place.device) % vocabulary
+    logprobs, entropy = chunked_logprobs(hidden, head, targets, temperature)
+    weight = place.randn(tokens, seed=3).to(logprobs.dtype)
+    (grad,) = torch.autograd.grad(logprobs, hidden, weight)
+    high = hidden.detach().double().requires_grad_()
+    exact = (high @ head.double().t() / temperature).log_softmax(1)
+    chosen = exact.gather(1, targets[:, None])[:, 0]
+    (exact_grad,) = torch.autograd.grad(chosen, high, weight.double())
+    stricter = 100 if place.on_gpu else 1  # logits are in fp32 there too
+    errors = {
+        "log-probabilities": stricter * relative_error(logprobs, chosen),
+        "entropies": stricter * relative_error(entropy, -(exact.exp() * exact).sum(1)),
+        "gradient": relative_error(grad, exact_grad),
+    }
+    return judged("head", errors, place.limit(5e-3))
+
+
+def check_host_store(place: Place) -> Check:
+    """Inputs of layers that wait in the host's memory come back as they were."""
+    store = HostStore(place.device)
+    store.start()
+    inputs = [place.randn(700 + 100 * i, 1024, seed=i) for i in range(6)]
+    places = [store.put(x.clone()) for x in inputs]
+    back = {i: store.take(i) for i in reversed(places)}
+    wrong = [f"input {i}" for i in places if not torch.equal(back[i], inputs[i])]
+    return exactly("inputs in host memory", wrong, "as they were")

@@ -12,7 +12,6 @@ is planned for the model. Results are placed by index, so they do not depend on 
 import os
 import pickle
 import selectors
-import signal
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from qerl.child_process import ending
 from qerl.errors import RunError, UserError
 from qerl.heartbeat import beat
 from qerl.tasks.board import Board, Job
@@ -236,5 +236,4 @@ class RewardPool:
 def _describe(outcome: str, timeout_s: float, code: int) -> str:
     if outcome == "timeout":
         return f"no result within {timeout_s:g} s"
-    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return f"the worker process died ({how})"
+    return f"the worker process died ({ending(code)})"
